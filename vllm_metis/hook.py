@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's config hook: what Metis-1.6 needs of the engine, decided before anything is built.
+
+vLLM's float32 default for the SSM state hangs on a hook per architecture
+(`NemotronHForCausalLMConfig`, vllm/model_executor/models/config.py:678), which a plugin's
+architecture does not get by itself. What cannot work is refused here, in one message,
+instead of by an assertion inside a layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from vllm_metis.config import Metis16Config
+
+
+class UnsupportedError(ValueError):
+    """Engine settings that Metis-1.6 cannot run with; the message lists all of them."""
+
+
+def tensor_parallel_sizes(config: Metis16Config) -> list[int]:
+    """Sizes that split every Mamba group and KV head whole.
+
+    Heads follow, since both head counts are multiples of these; experts and the shared
+    expert are padded to a multiple of the size (`moe.padded_expert_width`).
+    """
+    limit = min(config.mamba_n_groups, config.num_key_value_heads)
+    return [
+        size
+        for size in range(1, limit + 1)
+        if config.mamba_n_groups % size == 0 and config.num_key_value_heads % size == 0
+    ]
+
+
+def refusals(vllm_config: VllmConfig) -> list[str]:
+    """Every setting that Metis-1.6 does not support: what was asked for and what to do."""
+    config = vllm_config.model_config.hf_config
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    found = []
+    sizes = tensor_parallel_sizes(config)
+    if parallel.tensor_parallel_size not in sizes:
+        found.append(
+            f"tensor_parallel_size {parallel.tensor_parallel_size} does not divide both the "
+            f"{config.mamba_n_groups} Mamba groups and the {config.num_key_value_heads} KV heads "
+            f"of this model; sizes that do: {', '.join(map(str, sizes))}"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        found.append(
+            f"pipeline_parallel_size {parallel.pipeline_parallel_size}: the stack runs "
+            f"{config.num_passes} times per token, so it cannot be cut into stages; use 1 and "
+            "split the model with --tensor-parallel-size"
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            found.append(f"{name} {getattr(parallel, name)}: not supported; use 1")
+    if parallel.enable_eplb:
+        found.append("--enable-eplb: expert load balancing is not supported; leave it off")
+    if parallel.use_ubatching:
+        found.append("--enable-dbo: dual batch overlap is not supported; leave it off")
+    if vllm_config.lora_config is not None:
+        found.append(
+            "--enable-lora: adapters are not supported; merge the adapter into the checkpoint"
+        )
+    if cache.mamba_cache_mode == "all":
+        found.append("mamba_cache_mode all: not supported; use align, which is the default")
+    if cache.prefix_match_unit is not None:
+        found.append(
+            f"prefix_match_unit {cache.prefix_match_unit}: prefix hits inside a block give wrong "
+            "answers on hybrid models in vLLM 0.31; leave it unset"
+        )
+    return found
+
+
+class Metis16ConfigHook:
+    """Registered in vLLM's `MODELS_CONFIG_MAP`; see vllm/model_executor/models/config.py:18."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Raise `ConfigError` on a bad config.json, after --hf-overrides were applied."""
+        model_config.hf_config.check()
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Refuse what cannot work, and make `mamba_ssm_cache_dtype: auto` mean float32.
+
+        Raises:
+            UnsupportedError: A setting is not supported; the message lists all that are not.
+        """
+        found = refusals(vllm_config)
+        if found:
+            raise UnsupportedError(
+                "Metis-1.6 cannot run with these settings:\n  - " + "\n  - ".join(found)
+            )
+        cache = vllm_config.cache_config
+        if cache.mamba_ssm_cache_dtype == "auto":
+            config = vllm_config.model_config.hf_config
+            cache.mamba_ssm_cache_dtype = getattr(config, "mamba_ssm_cache_dtype", "float32")
