@@ -396,7 +396,12 @@ def load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
                 yield unit, fitted(config, tp_size, unit, piece)
 
     loaded = AutoWeightsLoader(model).load_weights(sound(), mapper=STACKED)
+    # MoERunner reports the parameters of its expert container without the container's name.
+    loaded = {re.sub(r"\.experts\.(w13|w2)_", r".experts.routed_experts.\1_", n) for n in loaded}
     faults = audit.faults()
+    if not faults:
+        unset = {name for name, _ in model.named_parameters()} - loaded
+        faults = [f"{name}: a parameter that no tensor was loaded into" for name in sorted(unset)]
     if faults:
         raise CheckpointError(fault_report(faults))
     return loaded

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures shared by the tests: checkpoints are written once per run, whatever the workers."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+# Before vLLM is imported: the tests need no GPU, hub or usage statistics.
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("DO_NOT_TRACK", "1")
+
+import pytest
+from filelock import FileLock
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that gives the folder of a checkpoint, written on the first call.
+
+    Its arguments are those of `harness.checkpoint.write_checkpoint`, the spelling as text.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        base = base.parent
+    root = base / "checkpoints"
+    root.mkdir(exist_ok=True)
+
+    def write(shape: str = "tiny", spelling: str = "", **options: object) -> Path:
+        from harness.checkpoint import write_checkpoint
+        from harness.spelling import Spelling
+
+        key = "-".join([shape, spelling, *(f"{k}={v}" for k, v in sorted(options.items()))])
+        folder = root / key.replace(",", "_").replace("/", "_").strip("-")
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                write_checkpoint(folder, shape, spelling=Spelling.parse(spelling), **options)
+        return folder
+
+    return write
