@@ -45,6 +45,22 @@ class Routing(NamedTuple):
     confidence: torch.Tensor
 
 
+def route(
+    latent: torch.Tensor, route_features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Return the router's logits of `[latent; route_features]`, (T, E), float32.
+
+    Args:
+        latent: (T, latent width); route_features: (T, R); model dtype.
+        weight: (E, latent width + R); bias: (E,); float32.
+    """
+    width = latent.shape[-1]
+    # Two products, not one of the concatenation: in an FP32 model the compiler would write
+    # the latent straight into the concatenated buffer, and the experts need it contiguous.
+    logits = nn.functional.linear(route_features.float(), weight[:, width:], bias)
+    return logits + nn.functional.linear(latent.float(), weight[:, :width])
+
+
 def select(
     logits: torch.Tensor, selection_bias: torch.Tensor, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,13 +170,8 @@ class LatentMoE(nn.Module):
             return_bias=False,
             prefix=f"{prefix}.latent_up",
         )
-        self.expert_router = ReplicatedLinear(
-            latent + features,
-            config.num_experts,
-            params_dtype=torch.float32,
-            return_bias=False,
-            prefix=f"{prefix}.expert_router",
-        )
+        self.expert_router = nn.Linear(latent + features, config.num_experts, dtype=torch.float32)
+        self.expert_router.requires_grad_(False)
         self.selection_bias = nn.Parameter(
             torch.empty(config.num_experts, dtype=torch.float32), requires_grad=False
         )
@@ -193,7 +204,7 @@ class LatentMoE(nn.Module):
             route_features: (T, R), model dtype.
         """
         latent = self.latent_down(hidden_states)
-        logits = self.expert_router(torch.cat([latent, route_features], dim=-1).float())
+        logits = route(latent, route_features, self.expert_router.weight, self.expert_router.bias)
         weights, experts = select(logits, self.selection_bias, self.top_k)
         routing = describe(logits, weights, experts, self.expert_embeddings)
         output = self.experts(hidden_states=latent, router_logits=pack(weights, experts))
