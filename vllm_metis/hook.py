@@ -80,7 +80,10 @@ class Metis16ConfigHook:
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
         """Raise `ConfigError` on a bad config.json, after --hf-overrides were applied."""
+        from vllm_metis.quantization import align
+
         model_config.hf_config.check()
+        align(model_config)
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

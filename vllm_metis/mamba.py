@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from vllm.config import CacheConfig, ModelConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
@@ -77,6 +77,14 @@ class Metis16Mamba(nn.Module):
         # vLLM's mixer holds these two in the model dtype; the model defines them in FP32.
         self.mamba.D = float32_per_head(config.mamba_num_heads)
         self.mamba.dt_bias = float32_per_head(config.mamba_num_heads)
+        if quant_config is not None and not hasattr(config, "quantization_config"):
+            # Quantizing on load would take this one too, which FP8 releases keep as trained.
+            self.mamba.out_proj = RowParallelLinear(
+                config.mamba_d_inner,
+                config.hidden_size,
+                bias=False,
+                prefix=f"{prefix}.mamba.out_proj",
+            )
         if current_platform.is_cpu():
             self.mamba.conv1d.quant_method = UnpackedLinearMethod()
         # A tuple, so that the copies are not registered as modules a second time.

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.platforms import current_platform
 
 from vllm_metis.config import Metis16Config
 from vllm_metis.moe import padded_expert_width
@@ -372,6 +373,26 @@ def fitted(config: Metis16Config, tp_size: int, name: str, tensor: torch.Tensor)
     return torch.cat([_padded(half, (0, 0, 0, extra), 1.0 if is_scale else 0.0) for half in halves])
 
 
+def dequantized(
+    pieces: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Expand FP8 experts to FP32, exactly; scale and weight may come in either order.
+
+    For the CPU, where vLLM has no FP8 experts without AMX. Other modules pass unchanged.
+    """
+    waiting: dict[str, torch.Tensor] = {}
+    for name, tensor in pieces:
+        is_scale = name.endswith(SCALE)
+        if ".experts." not in name or not (is_scale or tensor.dtype == FP8):
+            yield name, tensor
+            continue
+        weight = name.removesuffix(SCALE)
+        if weight not in waiting:
+            waiting[weight] = tensor
+        else:
+            yield weight, tensor.float() * waiting.pop(weight).float()
+
+
 def _padded(tensor: torch.Tensor, pad: tuple[int, ...], value: float = 0.0) -> torch.Tensor:
     # F.pad has no FP8: pad the bytes, where zero is zero too.
     if tensor.dtype == FP8:
@@ -395,7 +416,8 @@ def load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
             for unit, piece in audit.admit(name, tensor):
                 yield unit, fitted(config, tp_size, unit, piece)
 
-    loaded = AutoWeightsLoader(model).load_weights(sound(), mapper=STACKED)
+    pieces = dequantized(sound()) if current_platform.is_cpu() else sound()
+    loaded = AutoWeightsLoader(model).load_weights(pieces, mapper=STACKED)
     # MoERunner reports the parameters of its expert container without the container's name.
     loaded = {re.sub(r"\.experts\.(w13|w2)_", r".experts.routed_experts.\1_", n) for n in loaded}
     faults = audit.faults()
