@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,7 +93,12 @@ def observe_reference(folder: Path, prompts: list[Prompt]) -> list[Observation]:
 
 
 def observe_engine(folder: Path, prompts: list[Prompt]) -> list[Observation]:
-    from harness.engine import golden_logprobs  # vLLM: only where it is asked for
+    # Before vLLM is imported, which is only where it is asked for: the engine in this process,
+    # and no compiler for a helper that logprobs would otherwise compile.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from harness.engine import golden_logprobs
 
     rows = golden_logprobs(folder, [prompt.input_ids for prompt in prompts])
     return [Observation(torch.as_tensor(logprobs)) for logprobs in rows]

@@ -10,6 +10,8 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+# Tests share the cores among pytest's workers: threads of their own only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from filelock import FileLock

@@ -50,6 +50,7 @@ from vllm_metis.depth_memory import Bank, Continuation, DepthMemory, stream_mean
 from vllm_metis.hyper_connections import HyperConnection
 from vllm_metis.mamba import Metis16Mamba
 from vllm_metis.moe import LatentMoE, Routing
+from vllm_metis.tensors import PACKED
 
 
 class Metis16DecoderLayer(nn.Module):
@@ -163,7 +164,7 @@ class Metis16ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
     """The model behind `architectures: ["Metis16ForCausalLM"]`."""
 
     hf_to_vllm_mapper = checkpoint.MAPPER
-    packed_modules_mapping = checkpoint.PACKED
+    packed_modules_mapping = PACKED
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
