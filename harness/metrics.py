@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a candidate is from the reference: one function a metric, in float64, per position.
+
+vLLM returns the `K` most likely tokens of a position, not the vocabulary, so Kullback-Leibler
+divergence and total variation are taken over those K tokens with everything else as one further
+outcome. Joining outcomes never raises either of them: both figures are lower bounds of the
+full-vocabulary ones.
+
+`METRICS` says of each summary figure in which direction it is better and in which unit it is, so
+that nothing guesses that from a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Numbers = Sequence[float] | Sequence[Sequence[float]] | Array
+
+# Mass below this is rounding of FP32 logprobs (1e-7 for a token of probability near 1), not a tail.
+_SMALLEST_MASS = 1e-9
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A summary figure: its unit, its better direction, and what counts as a move.
+
+    A figure has moved when it changed by more than the factor `moved_ratio` and by more than
+    `negligible`. Errors of correct runs differ by less than 2 between two machines, a known fault
+    costs at least 100 (a wrong epsilon) and up to 1e6 (swapped passes). Times repeat within a few
+    percent on one machine.
+    """
+
+    unit: str
+    better: Literal["lower", "higher", "none"]
+    moved_ratio: float
+    negligible: float
+
+
+METRICS = {
+    "decode_logprob_error_max": Metric("nats", "lower", 2.0, 1e-5),
+    "decode_logprob_error_mean": Metric("nats", "lower", 2.0, 1e-5),
+    "top20_kl_max": Metric("nats", "lower", 4.0, 1e-8),
+    "top20_kl_mean": Metric("nats", "lower", 4.0, 1e-8),
+    "total_variation_max": Metric("", "lower", 2.0, 1e-5),
+    "total_variation_mean": Metric("", "lower", 2.0, 1e-5),
+    "greedy_mismatches": Metric("tokens", "lower", 1.0, 0.0),
+    "near_ties": Metric("tokens", "lower", 2.0, 4.0),
+    "sqnr_db": Metric("dB", "higher", 1.0, 6.0),
+    "cached_tokens": Metric("tokens", "none", 1.0, 0.0),
+    "parser_faults": Metric("cases", "lower", 1.0, 0.0),
+    "ttft_ms": Metric("ms", "lower", 1.25, 5.0),
+    "tpot_ms": Metric("ms", "lower", 1.1, 0.5),
+}
+TIMES = ("ttft_ms", "tpot_ms")
+
+
+def logprob_error(reference: Numbers, candidate: Numbers) -> Array:
+    """Absolute difference of logprobs, in nats, in the shape given."""
+    expected, observed = _pair(reference, candidate)
+    return np.abs(observed - expected)
+
+
+def top_k_kl(reference: Numbers, candidate: Numbers) -> Array:
+    """KL(reference || candidate) per position.
+
+    Args:
+        reference: logprobs of the reference at the candidate's top tokens, (T, K), nats.
+        candidate: logprobs of the candidate at the same tokens, (T, K), nats.
+
+    Returns:
+        (T,), nats; a lower bound of the divergence over the vocabulary.
+    """
+    expected, observed = (_with_rest(logprobs) for logprobs in _pair(reference, candidate))
+    divergence: Array = np.sum(expected * (np.log(expected) - np.log(observed)), axis=-1)
+    return divergence
+
+
+def total_variation(reference: Numbers, candidate: Numbers) -> Array:
+    """Half the L1 distance of the two distributions per position, (T,), 0 to 1; (T, K) in."""
+    expected, observed = (_with_rest(logprobs) for logprobs in _pair(reference, candidate))
+    distance: Array = 0.5 * np.sum(np.abs(expected - observed), axis=-1)
+    return distance
+
+
+def margin_error(reference: Numbers, candidate: Numbers) -> Array:
+    """Absolute difference of the margin between the first two tokens, (T,), nats; (T, K) in."""
+    expected, observed = _pair(reference, candidate)
+    return logprob_error(expected[:, 0] - expected[:, 1], observed[:, 0] - observed[:, 1])
+
+
+def sqnr_db(reference: Numbers, candidate: Numbers) -> float:
+    """Power of the reference's logprobs over power of the error, in dB; infinite when equal."""
+    expected, observed = _pair(reference, candidate)
+    noise = float(np.sum((observed - expected) ** 2))
+    return float("inf") if noise == 0 else 10 * float(np.log10(np.sum(expected**2) / noise))
+
+
+# Metric by name: its function, and the field of a request and of its scores that it compares.
+JUDGED: dict[str, tuple[Callable[[Numbers, Numbers], Array], str]] = {
+    "decode_logprob_error": (logprob_error, "logprobs"),
+    "top20_kl": (top_k_kl, "top_logprobs"),
+    "total_variation": (total_variation, "top_logprobs"),
+}
+# Those whose floor is measured: the margin's decides what is a near tie.
+FLOORED = {**JUDGED, "margin": (margin_error, "top_logprobs")}
+
+
+def _pair(reference: Numbers, candidate: Numbers) -> tuple[Array, Array]:
+    expected = np.asarray(reference, dtype=np.float64)
+    observed = np.asarray(candidate, dtype=np.float64)
+    if expected.shape != observed.shape:
+        raise ValueError(
+            f"reference has shape {expected.shape}, candidate {observed.shape}: "
+            "not the same positions"
+        )
+    return expected, observed
+
+
+def _with_rest(logprobs: Array) -> Array:
+    """Probabilities of the K tokens and of all others together, (T, K + 1), rows of sum 1."""
+    top = np.exp(logprobs)
+    rest = np.maximum(1.0 - np.sum(top, axis=-1, keepdims=True), _SMALLEST_MASS)
+    joined = np.maximum(np.concatenate([top, rest], axis=-1), np.finfo(np.float64).tiny)
+    probabilities: Array = joined / np.sum(joined, axis=-1, keepdims=True)
+    return probabilities

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the cells of one matrix into one run folder: evidence, then verdict, then record.
+
+    cell ──> engine child (one a group) ──> observation ─┐
+         └─> reference child (one a run) ─> scores ──────┴─> verdict ─> RUN/<cell>.json
+
+Nothing a child does ends the run. A start that failed is remembered, so that the other cells of its
+group say so at once instead of failing slowly; a child lost in the middle of a cell is started
+again for the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from harness import corpus, environment, records
+from harness.judge import judge
+from harness.matrix import Cell, Matrix, digest, prompt_names
+from harness.records import (
+    Corpus,
+    EngineObservation,
+    Failure,
+    Identity,
+    Observation,
+    Record,
+    Reference,
+    RequestScores,
+)
+from harness.worker import Worker, WorkerError
+
+CHILD_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "PYTHONHASHSEED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+CHILDREN = {
+    "parity": (sys.executable, "-m", "harness.engine"),
+    "parser": (sys.executable, "-m", "harness.replay_cells"),
+    "reference": (sys.executable, "-m", "harness.scorer"),
+}
+_REFERENCE_START_S = 120.0
+_REFERENCE_JOB_S = 600.0  # building a taught checkpoint is the longest job
+_LOGS = "logs"
+
+_Reply = TypeVar("_Reply", bound=BaseModel)
+
+
+class _Checkpoint(BaseModel):
+    served: str
+    source: str
+    sha256: str
+    vocab_size: int
+
+
+class _Rendering(BaseModel):
+    token_ids: list[int]
+
+
+class _Scored(BaseModel):
+    scores: list[RequestScores]
+
+
+@dataclass
+class _Group:
+    """An engine configuration: its child, and why it could not be started."""
+
+    worker: Worker | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    refused: WorkerError | None = None
+
+
+class CellRunner:
+    """Runs cells of one matrix.
+
+    Args:
+        matrix: the matrix.
+        folder: the run folder; its name is the run's.
+        threads: OpenMP threads of each child, or None to leave them alone.
+        children: commands by kind, replaced in tests.
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        folder: Path,
+        threads: int | None = None,
+        children: dict[str, Sequence[str]] | None = None,
+    ):
+        self._matrix = matrix
+        self._folder = folder.resolve()
+        self._env = {**CHILD_ENV, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+        self._children: dict[str, Sequence[str]] = {**CHILDREN, **(children or {})}
+        self._environment = environment.gather()
+        self._versions = environment.versions_sha256(self._environment)
+        self._groups: dict[str, _Group] = {}
+        self._reference: Worker | None = None
+        self._checkpoints: dict[str, _Checkpoint] = {}
+        self._renderings: dict[str, list[int]] = {}
+
+    def open(self, cells: Sequence[str], started: str, matrix_path: str) -> None:
+        """Write the header that names the cells to expect; a resumed run keeps those it had."""
+        had: list[str] = []
+        if (self._folder / records.RUN_FILE).exists():
+            had = records.load_run(self._folder)[0].cells
+        chosen = {*had, *cells}
+        header = records.Run(
+            run=self._folder.name,
+            matrix=self._matrix.name,
+            matrix_path=matrix_path,
+            question=self._matrix.question,
+            cells=[cell.id for cell in self._matrix.cells if cell.id in chosen],
+            started=started,
+            environment=self._environment,
+        )
+        records.save_run(header, self._folder)
+
+    def saved(self, cell: Cell) -> Record | None:
+        """The record of an earlier run of the same cell, versions and corpus, judged anew.
+
+        A record without evidence (an error) is none: it is what resuming is for.
+        """
+        try:
+            record = records.load(records.record_path(self._folder, cell.id))
+        except records.RecordError:
+            return None
+        if record.failure is not None or record.identity != self._identity(cell):
+            return None
+        return record.model_copy(update={"verdict": judge(record)})
+
+    def run(self, cell: Cell) -> Record:
+        """Run a cell and save its record, judged.
+
+        Raises:
+            OSError: when the record itself cannot be written.
+        """
+        started = time.monotonic()
+        timings: dict[str, float] = {}
+        evidence: dict[str, Any] = {}
+        try:
+            if self._matrix.kind == "parity":
+                self._run_parity(cell, evidence, timings)
+            else:
+                self._run_parser(cell, evidence)
+        except WorkerError as error:
+            evidence["failure"] = Failure(
+                kind=error.kind, message=str(error), log_tail=error.log_tail
+            )
+        except corpus.CorpusError as error:
+            evidence["failure"] = Failure(kind="failed", message=str(error))
+        except OSError as error:
+            evidence["failure"] = Failure(kind="system", message=str(error))
+        timings["cell"] = time.monotonic() - started - timings.get("engine_start", 0.0)
+        record = Record(
+            run=self._folder.name,
+            matrix=self._matrix.name,
+            kind=self._matrix.kind,
+            cell=cell.id,
+            axes=cell.axes,
+            engine_group=cell.group,
+            settings=cell.settings,
+            identity=self._identity(cell),
+            environment=self._environment,
+            seeds=self._seeds(cell),
+            timings_s={name: round(seconds, 3) for name, seconds in timings.items()},
+            log=f"{_LOGS}/{cell.group}.log",
+            **evidence,
+        )
+        record = record.model_copy(update={"verdict": judge(record)})
+        records.save(record, self._folder)
+        return record
+
+    def finish_group(self, name: str) -> None:
+        """Stop the engine of a group; the next one starts on a free machine."""
+        group = self._groups.pop(name, None)
+        if group is not None and group.worker is not None:
+            group.worker.stop()
+
+    def close(self) -> None:
+        """Stop every child."""
+        for name in list(self._groups):
+            self.finish_group(name)
+        if self._reference is not None:
+            self._reference.stop()
+            self._reference = None
+
+    def _run_parity(self, cell: Cell, evidence: dict[str, Any], timings: dict[str, float]) -> None:
+        settings = cell.settings
+        checkpoint = self._checkpoint(settings["checkpoint"])
+        config = {"model": checkpoint.served, "args": settings["engine"]["args"]}
+        group = self._group(cell, config, timings)
+        assert group.worker is not None
+        frozen = corpus.freeze(
+            self._matrix.prompts,
+            prompt_names(settings),
+            block_size=group.facts["block_size"],
+            vocab_size=checkpoint.vocab_size,
+            longest=group.facts["max_model_len"] - settings["sampling"]["max_tokens"],
+            render=lambda chat: self._render(checkpoint.source, chat),
+        )
+        evidence["corpus"] = frozen
+        job = {"settings": settings, "token_ids": frozen.token_ids}
+        observation = self._job(group.worker, job, cell, settings["timeout"]["cell_s"])
+        if not isinstance(observation, EngineObservation):
+            raise WorkerError(
+                "garbage", f"expected an engine's observation, found {observation.kind}"
+            )
+        evidence["observation"] = observation
+        began = time.monotonic()
+        evidence["reference"] = self._score(settings["precision"], checkpoint, frozen, observation)
+        timings["reference"] = time.monotonic() - began
+
+    def _run_parser(self, cell: Cell, evidence: dict[str, Any]) -> None:
+        checkpoint = self._checkpoint(cell.settings["checkpoint"])
+        group = self._group(cell, {"model": checkpoint.served}, {})
+        assert group.worker is not None
+        job = {"settings": cell.settings}
+        evidence["observation"] = self._job(
+            group.worker, job, cell, cell.settings["timeout"]["cell_s"]
+        )
+
+    def _group(self, cell: Cell, config: dict[str, Any], timings: dict[str, float]) -> _Group:
+        """The group of a cell with its child running."""
+        group = self._groups.setdefault(cell.group, _Group())
+        if group.refused is not None:
+            raise group.refused
+        if group.worker is None or not group.worker.running:
+            group.worker = Worker(
+                self._children[self._matrix.kind],
+                config,
+                self._folder / _LOGS,
+                cell.group,
+                {**self._env, **cell.settings.get("engine", {}).get("env", {})},
+            )
+            began = time.monotonic()
+            try:
+                group.facts = group.worker.start(cell.settings["timeout"]["start_s"])
+            except WorkerError as error:
+                group.refused = error
+                raise
+            timings["engine_start"] = time.monotonic() - began
+        return group
+
+    def _job(
+        self, worker: Worker, job: dict[str, Any], cell: Cell, timeout_s: float
+    ) -> Observation:
+        out = self._folder / _LOGS / f"{cell.id}.observation.json"
+        text = worker.run(job, out, timeout_s)
+        try:
+            observation: Observation = TypeAdapter(Observation).validate_json(text)
+        except ValidationError as error:
+            raise self._garbage(worker, out, error) from error
+        out.unlink()  # the record holds it from here on
+        return observation
+
+    def _ask(self, job: dict[str, Any], model: type[_Reply]) -> _Reply:
+        """Have the reference child do something."""
+        if self._reference is None or not self._reference.running:
+            self._reference = Worker(
+                self._children["reference"],
+                {"cache": str(self._folder / "cache")},
+                self._folder / _LOGS,
+                f"reference-{os.getpid()}",
+                {**self._env, "CUDA_VISIBLE_DEVICES": ""},
+            )
+            self._reference.start(_REFERENCE_START_S)
+        out = self._folder / _LOGS / f"reference-{os.getpid()}.reply.json"
+        text = self._reference.run(job, out, _REFERENCE_JOB_S)
+        try:
+            return model.model_validate_json(text)
+        except ValidationError as error:
+            raise self._garbage(self._reference, out, error) from error
+
+    def _garbage(self, worker: Worker, out: Path, error: ValidationError) -> WorkerError:
+        worker.kill()
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        message = (
+            f"{out.name}: {error.error_count()} faults, "
+            f"the first at {place or 'the top'}: {first['msg']}"
+        )
+        return WorkerError("garbage", message, worker.tail())
+
+    def _checkpoint(self, wanted: dict[str, Any]) -> _Checkpoint:
+        key = digest(wanted)
+        if key not in self._checkpoints:
+            self._checkpoints[key] = self._ask(
+                {"do": "checkpoint", "checkpoint": wanted}, _Checkpoint
+            )
+        return self._checkpoints[key]
+
+    def _render(self, folder: str, chat: dict[str, Any]) -> list[int]:
+        key = digest([folder, chat])
+        if key not in self._renderings:
+            job = {"do": "render", "folder": folder, "chat": chat}
+            self._renderings[key] = self._ask(job, _Rendering).token_ids
+        return self._renderings[key]
+
+    def _score(
+        self,
+        precision: str,
+        checkpoint: _Checkpoint,
+        frozen: Corpus,
+        observation: EngineObservation,
+    ) -> Reference:
+        sequences = [
+            {
+                "prompt_token_ids": frozen.token_ids[request.prompt],
+                "token_ids": request.token_ids,
+                "top_token_ids": request.top_token_ids,
+            }
+            for request in observation.requests
+        ]
+
+        job = {
+            "do": "score",
+            "folder": checkpoint.source,
+            "sha256": checkpoint.sha256,
+            "precision": precision,
+            "sequences": sequences,
+        }
+        scores = self._ask(job, _Scored).scores
+        return Reference(checkpoint_sha256=checkpoint.sha256, requests=scores)
+
+    def _identity(self, cell: Cell) -> Identity:
+        return Identity(cell_sha256=cell.sha256, versions_sha256=self._versions)
+
+    def _seeds(self, cell: Cell) -> dict[str, int]:
+        seeds = {"checkpoint": cell.settings["checkpoint"]["seed"], "PYTHONHASHSEED": 0}
+        for name in prompt_names(cell.settings):
+            for index, part in enumerate(self._matrix.prompts[name]):
+                if "random" in part:
+                    seeds[f"prompt {name}.{index}"] = part["random"]["seed"]
+        return seeds
