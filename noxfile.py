@@ -42,6 +42,13 @@ ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
 }
 
+PYTHON = os.environ.get("METIS_PYTHON", sys.executable)
+"""What runs the GPU sessions: the interpreter of the environment that serves."""
+
+XDIST = ("-n", "2", "--dist", "loadfile")
+PARSER_TESTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_parser*.py"))
+WEIGHT_TESTS = [f"tests/test_{name}.py" for name in ("loading", "quantization", "weights")]
+
 
 def engine(session: nox.Session) -> str:
     """Return the interpreter of the shared engine environment, building it when needed."""
@@ -67,34 +74,128 @@ def engine(session: nox.Session) -> str:
 
 
 def pytest(session: nox.Session, *arguments: str) -> None:
-    """Run pytest in the engine environment, without a GPU."""
+    """Run pytest in the engine environment, without a GPU; posargs come last."""
     session.run(
-        engine(session), "-m", "pytest", *arguments, *session.posargs, external=True,
+        engine(session),
+        "-m",
+        "pytest",
+        *arguments,
+        *session.posargs,
+        external=True,
         env=ENVIRONMENT,
     )
 
 
-def card(session: nox.Session) -> None:
-    """Stop with an error unless this interpreter's machine has a card and vLLM."""
-    probe = "import torch, vllm; print(torch.cuda.get_device_name(), vllm.__version__)"
-    found = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
-    )
+def on_card(session: nox.Session, *command: str) -> None:
+    """Run Python on this machine's card; an error without one, never a skip.
+
+    The interpreter is nox's own, beside the vLLM that serves there. With METIS_WHEEL set, the
+    wheel in that folder is what is tested, and not the checkout.
+    """
+    probe = "import torch, vllm; print(torch.cuda.get_device_name(), 'vLLM', vllm.__version__)"
+    found = subprocess.run([PYTHON, "-c", probe], capture_output=True, text=True, check=False)
     if found.returncode:
         session.error(
-            "this session needs a CUDA device, with vLLM and vllm-metis installed for "
-            f"{sys.executable}: {found.stderr.strip().splitlines()[-1]}"
+            f"this session needs a CUDA device and vLLM 0.31 for {PYTHON} "
+            f"(METIS_PYTHON names another): {found.stderr.strip().splitlines()[-1]}"
         )
     session.log(found.stdout.strip())
+    if wheels := os.environ.get("METIS_WHEEL"):
+        pip = [PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall"]
+        session.run(*pip, *map(str, Path(wheels).glob("*.whl")), external=True)
+    session.run(PYTHON, *command, *session.posargs, external=True)
+
+
+@nox.session(tags=["cpu"])
+def lint(session: nox.Session) -> None:
+    """Check style, matrices against their schema, and workflows for mistakes and risks."""
+    session.install("--quiet", "--group", "lint")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    matrices = sorted(str(path) for path in Path("matrices").glob("*.yaml"))
+    session.run("check-jsonschema", "--schemafile", "matrices/schema.json", *matrices)
+    workflows = sorted(str(path) for path in Path(".github/workflows").glob("*.yml"))
+    for schema in ("vendor.github-workflows", "custom.github-workflows-require-timeout"):
+        session.run("check-jsonschema", "--builtin-schema", schema, *workflows)
+    session.run(
+        "check-jsonschema", "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml"
+    )
+    session.run("zizmor", "--offline", "--persona=auditor", ".github")
+
+
+@nox.session(tags=["cpu"])
+def types(session: nox.Session) -> None:
+    """Check the harness's types, strictly; torch and vLLM need not be there."""
+    session.install("--quiet", "--group", "types")
+    session.run("mypy")
+
+
+@nox.session(tags=["cpu"])
+def build(session: nox.Session) -> None:
+    """Build sdist and wheel, look at what they hold, and find the plugin in an installed wheel."""
+    session.install("--quiet", "--group", "build")
+    out = session.create_tmp()
+    session.run("python", "-m", "build", "--quiet", "--outdir", out)
+    wheel = next(Path(out).glob("*.whl"))
+    session.run("check-wheel-contents", "--package", "vllm_metis", str(wheel))
+    session.run("validate-pyproject", "pyproject.toml")
+    session.install("--quiet", "--force-reinstall", "--no-deps", str(wheel))
+    session.install("--quiet", "packaging")
+    found = "import vllm_metis.version; from importlib.metadata import entry_points as e"
+    value = "e(group='vllm.general_plugins', name='metis')['metis'].value"
+    with session.chdir(out):
+        session.run("python", "-c", f"{found}; assert {value} == 'vllm_metis:register'")
 
 
 @nox.session(tags=["cpu"], venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run every test that needs no GPU, but for the matrices and servers of other sessions."""
-    pytest(session, "tests", "-n", "2", "--dist", "loadfile")
+    """Run every test that needs no GPU, but for the servers and matrices of other sessions."""
+    ignored = ("tests/serving", *PARSER_TESTS, *WEIGHT_TESTS)
+    pytest(session, "tests", *XDIST, *(f"--ignore={path}" for path in ignored))
+
+
+@nox.session(tags=["cpu"], venv_backend="none")
+def parsers(session: nox.Session) -> None:
+    """Read turns whole and in every delta size: the parser tests, the cases, the matrix."""
+    pytest(session, *PARSER_TESTS, "matrices/parsers.yaml", *XDIST)
+
+
+@nox.session(tags=["cpu"], venv_backend="none")
+def weight_map(session: nox.Session) -> None:
+    """Hold every spelling of a checkpoint, and METIS_MODEL_DIR's where set, against the model."""
+    pytest(session, *WEIGHT_TESTS, *XDIST)
 
 
 @nox.session(tags=["cpu"], venv_backend="none")
 def cpu_parity(session: nox.Session) -> None:
     """Hold the plugin in vLLM's CPU engine against the reference, token by token."""
-    pytest(session, "matrices/cpu_parity.yaml")
+    pytest(session, "matrices/cpu_parity.yaml", "-n", "2")
+
+
+@nox.session(tags=["cpu"], venv_backend="none")
+def serve_smoke(session: nox.Session) -> None:
+    """Ask a real server on a model with known answers; `-- --base-url URL` asks yours."""
+    pytest(session, "tests/serving")
+
+
+@nox.session(tags=["records"], default=False, venv_backend="none")
+def judge(session: nox.Session) -> None:
+    """Decide again on saved runs, write their reports and compare with the baseline."""
+    if not session.posargs:
+        session.error("name the runs: nox -s judge -- results/RUN")
+    python = engine(session)
+    for run in session.posargs:
+        session.run(python, "-m", "harness", "report", run, external=True)
+        session.run(python, "-m", "harness", "judge", run, external=True)
+
+
+@nox.session(tags=["gpu"], default=False, venv_backend="none")
+def gpu_parity(session: nox.Session) -> None:
+    """Hold the plugin on this card against the reference, in every dtype and mode."""
+    on_card(session, "-m", "pytest", "matrices/gpu_parity.yaml")
+
+
+@nox.session(tags=["gpu"], default=False, venv_backend="none")
+def loaded_weights(session: nox.Session) -> None:
+    """Compare every tensor that vLLM holds on this card with the checkpoint's."""
+    on_card(session, "-m", "harness", "loaded_weights")

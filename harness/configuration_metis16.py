@@ -7,7 +7,7 @@ nothing with the plugin's configuration.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -83,7 +83,7 @@ class Metis16Config(PreTrainedConfig):
         alias: key for spelling in KEY_SPELLINGS.values() for key, alias in spelling.items()
     }
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any) -> None:
         faults = []
         for key in (*REQUIRED_KEYS, *CONSTANTS):
             aliases = [alias for alias, name in self.attribute_map.items() if name == key]

@@ -38,7 +38,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -209,7 +209,7 @@ class Metis16Cache:
 
     is_compileable = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.states: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.seen_tokens = 0
 
@@ -349,7 +349,9 @@ class Metis16ForCausalLM(PreTrainedModel, GenerationMixin):
         return False  # `generate` leaves the cache to `forward`, which makes a Metis16Cache.
 
     @classmethod
-    def from_pretrained(cls, folder, *args, output_loading_info: bool = False, **kwargs):
+    def from_pretrained(
+        cls, folder: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
         """Load as Transformers does, but refuse what does not fit instead of drawing it at random.
 
         Raises:

@@ -88,8 +88,9 @@ def _build(node: yaml.Node, place: Place, lines: dict[Place, int], faults: list[
             line = key_node.start_mark.line + 1
             if key in mapping:
                 faults.append(Fault(line, f"key {key!r} is given twice"))
-            mapping[key] = _build(value_node, (*place, key), lines, faults)
-            lines[(*place, key)] = line
+            child = (*place, key)
+            mapping[key] = _build(value_node, child, lines, faults)
+            lines[child] = line
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [
