@@ -150,7 +150,9 @@ def pieces(
             yield scale
 
 
-def write(file: BinaryIO, layout: Plan, tensors: Iterator[torch.Tensor], progress: "tqdm[Any]") -> None:
+def write(
+    file: BinaryIO, layout: Plan, tensors: Iterator[torch.Tensor], progress: "tqdm[Any]"
+) -> None:
     """Write one safetensors file as its tensors arrive."""
     raw = json.dumps({"__metadata__": {"format": "pt"}, **layout.header}).encode()
     raw += b" " * (-len(raw) % 8)
