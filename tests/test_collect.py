@@ -251,7 +251,14 @@ def test_interrupting_keeps_finished_records_and_leaves_no_process(pytester, pro
     os.mkfifo(fifo)
     monkeypatch.setenv("FAKE_FIFO", str(fifo))
     command = [sys.executable, "-m", "pytest", "demo.yaml", "--results", "out"]
-    process = subprocess.Popen(command, cwd=pytester.path, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=pytester.path,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell starts what it puts in the background with Ctrl-C ignored, and children inherit it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     pids = [int(pid) for pid in fifo.read_text().split()]  # waits until the child hangs
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=30)[0]
