@@ -120,7 +120,9 @@ def engine(shape: str = "logos", **changes: object) -> SimpleNamespace:
         mamba_ssm_cache_dtype="auto", mamba_cache_mode="align", prefix_match_unit=None
     )
     settings = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=Metis16Config(**config_of(shape))),
+        model_config=SimpleNamespace(
+            hf_config=Metis16Config(**config_of(shape)), quantization=None
+        ),
         parallel_config=parallel,
         cache_config=cache,
         lora_config=None,
@@ -191,3 +193,36 @@ def test_auto_ssm_cache_dtype_heeds_the_checkpoint():
     settings.model_config.hf_config.mamba_ssm_cache_dtype = "bfloat16"
     Metis16ConfigHook.verify_and_update_config(settings)
     assert settings.cache_config.mamba_ssm_cache_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("shape", ["logos", "praxis"])
+def test_blockwise_quantization_of_uneven_widths_is_refused_with_what_works(monkeypatch, shape):
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    settings = engine(shape)
+    settings.model_config.quantization = "fp8_per_block"
+    rows = {"logos": 12880, "praxis": 10304}[shape]
+    with pytest.raises(UnsupportedError, match=f"in_proj has {rows} rows; use fp8_per_tensor"):
+        Metis16ConfigHook.verify_and_update_config(settings)
+
+
+def test_tensorwise_quantization_on_a_card_is_accepted(monkeypatch):
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    settings = engine()
+    settings.model_config.quantization = "fp8_per_tensor"
+    Metis16ConfigHook.verify_and_update_config(settings)
+
+
+def test_quantization_on_load_is_refused_on_a_cpu_with_what_works():
+    settings = engine()
+    settings.model_config.quantization = "fp8_per_tensor"
+    with pytest.raises(
+        UnsupportedError, match="serve the checkpoint as it is, or an FP8 checkpoint"
+    ):
+        Metis16ConfigHook.verify_and_update_config(settings)
+
+
+def test_an_fp8_checkpoint_is_not_quantization_on_load():
+    settings = engine()
+    settings.model_config.quantization = "compressed-tensors"
+    settings.model_config.hf_config.quantization_config = {"quant_method": "compressed-tensors"}
+    Metis16ConfigHook.verify_and_update_config(settings)

@@ -91,6 +91,17 @@ def test_a_state_lost_to_eviction_is_computed_again(tiny, tmp_path):  # case G4-
     assert requests[-2].num_cached_tokens == 0  # the last run did evict
 
 
+def test_a_prompt_that_just_fits_the_pool_is_answered(tiny, unchunked, tmp_path):  # case G4-05
+    """It is neither prefilled again and again nor left waiting while others run."""
+    small = {"max_model_len": 1072, "num_gpu_blocks_override": 12, "max_num_seqs": 4}
+    prompts = {"n1056": ids(1056, seed=1056), "n700": ids(700, seed=700)}
+    with engine(tiny, tmp_path, enable_prefix_caching=True, **small) as served:
+        names = ["n700", "n1056", "n700", "n1056"]
+        crowded = served.run(prompts, [("batched", names)], max_tokens=16).requests
+    alone = [request for request in unchunked if request.prompt in prompts]
+    assert answers(crowded) == answers(alone)
+
+
 def test_the_first_answers_come_again_after_hours_of_traffic_in_small(tiny, tmp_path):  # G4-06
     """Short requests of every length over a small pool, a third of them cancelled midway."""
     done = subprocess.run(

@@ -2,6 +2,7 @@
 """What vLLM's parameters hold after loading, and `python -m vllm_metis check`."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -140,6 +141,15 @@ def check(folder: Path) -> tuple[int, str]:
         text=True,
     )
     return done.returncode, done.stdout
+
+
+RELEASE = os.environ.get("METIS_MODEL_DIR")
+
+
+@pytest.mark.parametrize("release", [RELEASE] if RELEASE else [])
+def test_check_accepts_the_release(release):
+    code, printed = check(Path(release))
+    assert code == 0, printed
 
 
 def test_check_accepts_a_sound_checkpoint_and_describes_it(checkpoint):

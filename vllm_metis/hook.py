@@ -71,7 +71,34 @@ def refusals(vllm_config: VllmConfig) -> list[str]:
             f"prefix_match_unit {cache.prefix_match_unit}: prefix hits inside a block give wrong "
             "answers on hybrid models in vLLM 0.31; leave it unset"
         )
+    found += quantization_refusals(config, vllm_config.model_config.quantization)
     return found
+
+
+def quantization_refusals(config: Metis16Config, quantization: str | None) -> list[str]:
+    """What is refused of quantizing an unquantized checkpoint while it loads."""
+    from vllm.platforms import current_platform
+
+    if quantization is None or hasattr(config, "quantization_config"):
+        return []
+    if current_platform.is_cpu():
+        found = (
+            f"quantization {quantization}: vLLM quantizes no experts on a CPU; serve the checkpoint "
+            "as it is, or an FP8 checkpoint, whose experts are expanded while loading"
+        )
+        return [found]
+    widths = {
+        "Mamba in_proj": config.mamba_d_inner + config.conv_dim + config.mamba_num_heads,
+        "experts": config.moe_intermediate_size,
+    }
+    uneven = [f"{name} has {width} rows" for name, width in widths.items() if width % 128]
+    if quantization == "fp8_per_block" and uneven:
+        found = (
+            "quantization fp8_per_block needs widths that are multiples of 128, and "
+            f"{', '.join(uneven)}; use fp8_per_tensor or an FP8 checkpoint"
+        )
+        return [found]
+    return []
 
 
 class Metis16ConfigHook:
