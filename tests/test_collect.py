@@ -256,8 +256,8 @@ def test_interrupting_keeps_finished_records_and_leaves_no_process(pytester, pro
         cwd=pytester.path,
         stdout=subprocess.PIPE,
         text=True,
-        # A shell starts what it puts in the background with Ctrl-C ignored, and children inherit it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        # A shell starts background jobs with Ctrl-C ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
     pids = [int(pid) for pid in fifo.read_text().split()]  # waits until the child hangs
     process.send_signal(signal.SIGINT)

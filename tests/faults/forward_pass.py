@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of what the model computes: wrong from the first token that comes out of a prefill."""
+
+import itertools
+from typing import Any
+
+import torch
+
+from vllm_metis import depth_memory, model, moe, weights
+
+
+def swapped_epsilons() -> None:
+    """The RMSNorms take the gated group norm's epsilon, and the other way round."""
+    real = model.Metis16ForCausalLM.__init__
+
+    def faulty(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_config
+        epsilons = config.mamba_norm_eps, config.rms_norm_eps
+        config.rms_norm_eps, config.mamba_norm_eps = epsilons
+        real(self, vllm_config=vllm_config, prefix=prefix)
+
+    model.Metis16ForCausalLM.__init__ = faulty
+
+
+def swapped_passes() -> None:
+    """The first pass runs with the second one's embeddings and gates, and the other way round."""
+    real = weights.fitted
+
+    def faulty(config: Any, tp_size: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = real(config, tp_size, name, tensor)
+        return tensor.flip(0) if name.endswith(("pass_embeddings", ".pass_gates")) else tensor
+
+    weights.fitted = faulty
+
+
+def dropped_selection_bias() -> None:
+    """The router chooses experts by the logits that it weighs them with."""
+    real = moe.select
+
+    def faulty(logits: torch.Tensor, selection_bias: torch.Tensor, top_k: int) -> Any:
+        return real(logits, torch.zeros_like(selection_bias), top_k)
+
+    moe.select = faulty
+
+
+def swapped_x_and_z() -> None:
+    """The first two blocks of `in_proj`'s rows are taken for x and z, not for z and x."""
+    real = weights.fitted
+
+    def faulty(config: Any, tp_size: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = real(config, tp_size, name, tensor)
+        if not name.endswith(".in_proj.weight"):
+            return tensor
+        z, x, rest = tensor.tensor_split((config.mamba_d_inner, 2 * config.mamba_d_inner))
+        return torch.cat([x, z, rest])
+
+    weights.fitted = faulty
+
+
+def skipped_last_read() -> None:
+    """The depth memory is not read before the final norm."""
+    real_init, real_read = depth_memory.DepthMemory.__init__, depth_memory.DepthMemory.read
+
+    def init(self: Any, config: Any, prefix: str) -> None:
+        real_init(self, config, prefix)
+        before = config.num_passes * (config.num_hidden_layers + 1) - 1
+        self.is_last_read = itertools.cycle([*[False] * before, True])
+
+    def read(self: Any, streams: torch.Tensor, bank: depth_memory.Bank) -> Any:
+        return real_read(self, streams, [] if next(self.is_last_read) else bank)
+
+    depth_memory.DepthMemory.__init__, depth_memory.DepthMemory.read = init, read
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        swapped_epsilons,
+        swapped_passes,
+        dropped_selection_bias,
+        swapped_x_and_z,
+        skipped_last_read,
+    )
+}
