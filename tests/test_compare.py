@@ -60,15 +60,22 @@ def test_a_changed_verdict_is_a_move_without_any_figure():
     assert moved(summary(wrong_by(0)), summary(failed)) == [("fp32-alone", "verdict", "worse")]
 
 
-def test_times_are_compared_on_one_kind_of_machine_only():
-    def timed(ttft_ms):
+CARD = {"cards": [{"name": "NVIDIA H200", "memory_mib": "143771", "driver": "580"}]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "worse"),
+    [(CARD, CARD, True), (CARD, {"cards": []}, False), ({"cards": []}, {"cards": []}, False)],
+    ids=["card", "another", "cpu"],
+)
+def test_times_are_compared_on_one_kind_of_card_only(before, after, worse):
+    def timed(ttft_ms, machine):
         requests = [evidence.request("p", ttft_ms=ttft_ms, e2el_ms=ttft_ms + 20)]
         record = evidence.record(observation=evidence.observation(requests=requests))
-        return record.model_copy(update={"verdict": judge(record)})
+        return summary(record.model_copy(update={"verdict": judge(record)}), **machine)
 
-    assert moved(summary(timed(10)), summary(timed(30))) == [("fp32-alone", "ttft_ms", "worse")]
-    other = summary(timed(30), machine={"processor": "another"})
-    assert moved(summary(timed(10)), other) == []
+    expected = [("fp32-alone", "ttft_ms", "worse")] if worse else []
+    assert moved(timed(10, before), timed(30, after)) == expected
 
 
 def test_cells_that_appear_and_vanish_are_named():
