@@ -115,6 +115,7 @@ def engine(shape: str = "logos", **changes: object) -> SimpleNamespace:
         prefill_context_parallel_size=1,
         enable_eplb=False,
         use_ubatching=False,
+        enable_ep_weight_filter=False,
     )
     cache = SimpleNamespace(
         mamba_ssm_cache_dtype="auto", mamba_cache_mode="align", prefix_match_unit=None
@@ -126,6 +127,7 @@ def engine(shape: str = "logos", **changes: object) -> SimpleNamespace:
         parallel_config=parallel,
         cache_config=cache,
         lora_config=None,
+        speculative_config=None,
     )
     for name, value in changes.items():
         owner = next(o for o in (parallel, cache, settings) if hasattr(o, name))
@@ -157,6 +159,8 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do(shape, size):
         ("prefill_context_parallel_size", 2, "prefill_context_parallel_size 2"),
         ("enable_eplb", True, "--enable-eplb"),
         ("use_ubatching", True, "--enable-dbo"),
+        ("enable_ep_weight_filter", True, "--enable-ep-weight-filter"),
+        ("speculative_config", object(), "--speculative-config"),
         ("lora_config", object(), "--enable-lora"),
         ("mamba_cache_mode", "all", "mamba_cache_mode all"),
         ("prefix_match_unit", 32, "prefix_match_unit 32"),

@@ -60,6 +60,15 @@ def refusals(vllm_config: VllmConfig) -> list[str]:
         found.append("--enable-eplb: expert load balancing is not supported; leave it off")
     if parallel.use_ubatching:
         found.append("--enable-dbo: dual batch overlap is not supported; leave it off")
+    if parallel.enable_ep_weight_filter:
+        found.append(
+            "--enable-ep-weight-filter: the load is held against the whole checkpoint, so every "
+            "rank reads all of it; leave it off"
+        )
+    if vllm_config.speculative_config is not None:
+        found.append(
+            "--speculative-config: speculative decoding is not proven on two passes; leave it off"
+        )
     if vllm_config.lora_config is not None:
         found.append(
             "--enable-lora: adapters are not supported; merge the adapter into the checkpoint"

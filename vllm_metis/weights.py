@@ -163,18 +163,13 @@ class Audit:
         absent += [n + SCALE for n in scaled if n + SCALE not in self.seen]
         return absent
 
-    def faults(self, partial: bool = False) -> list[str]:
-        """Return every fault, a sentence each.
-
-        Args:
-            partial: Whether tensors may be missing because more are to come (a weight update).
-        """
+    def faults(self) -> list[str]:
+        """Return every fault, a sentence each."""
         faults = list(self.wrong)
         faults += [
             f"{name}: not a tensor of this model, so it would be unread" for name in self.unread
         ]
-        if not partial:
-            faults += [f"{name}: missing, so it would be unset" for name in self.missing()]
+        faults += [f"{name}: missing, so it would be unset" for name in self.missing()]
         quantized = getattr(self.config, "quantization_config", None)
         scaled = [name for name, dtype in self.seen.items() if dtype == FP8]
         if scaled and not quantized:
