@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve` as a context manager: a real server process on loopback, watched and cleaned up.
 
-The server runs in a process group of its own, so that no engine outlives the test that
-started it, and writes to a log whose tail is in every error.
+The server runs in a process group of its own, so that no engine outlives the test that started it,
+and writes to a log whose end is in every error.
 """
 
 import contextlib
+import http.client
 import importlib.metadata
 import os
 import signal
@@ -13,8 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +24,11 @@ START_S = 300.0
 """Longest start that is waited for. On two cores a tiny model is ready in 25 s."""
 
 STOP_S = 30.0
-TAIL_LINES = 40
+"""Longest farewell. A server without requests stops in 0.3 s."""
+
+_LOOK_S = 0.2
+_ANSWER_S = 5.0
+_TAIL_LINES = 40
 
 CPU_ARGUMENTS = (
     "--enforce-eager",
@@ -47,14 +50,14 @@ METIS_ARGUMENTS = (
 
 
 class ServerError(RuntimeError):
-    """The server did not start or died; the message ends with the tail of its log."""
+    """The server did not start; the message ends with the end of its log."""
 
 
 def serve_command() -> list[str]:
     """Return `vllm serve`, or what stands for it in the CPU distribution.
 
-    The command line of vLLM looks up the version of a distribution named `vllm`, which the
-    CPU build is not; its API server module starts the same server.
+    The command line of vLLM looks up the version of a distribution named `vllm`, which the CPU build
+    is not; its API server module starts the same server.
     """
     try:
         importlib.metadata.version("vllm")
@@ -71,13 +74,19 @@ def free_port() -> int:
 
 
 class Server:
-    """A running server; `base_url` and `model` are what a client needs.
+    """A server that runs within a `with` block.
 
     Args:
-        model: Folder of a checkpoint.
-        log: File that the server's output goes to, replaced.
-        arguments: Command-line options after the defaults of a CPU and of Metis-1.6.
-        environment: Variables on top of this process's.
+        model: folder of a checkpoint.
+        log: file that the server's output goes to, replaced.
+        arguments: command-line options after the address and the name.
+        environment: variables on top of this process's.
+        command: what to run; the model and the options are appended.
+        start_s: longest start that is waited for.
+
+    Attributes:
+        base_url, model: what a client needs.
+        log: as given.
     """
 
     def __init__(
@@ -86,33 +95,42 @@ class Server:
         log: Path,
         arguments: Sequence[str] = (*CPU_ARGUMENTS, *METIS_ARGUMENTS),
         environment: Mapping[str, str] = CPU_ENVIRONMENT,
+        command: Sequence[str] | None = None,
+        start_s: float = START_S,
     ) -> None:
         self.model = "metis"
         self.log = log
-        self.port = free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}"
+        self._port = free_port()
+        self.base_url = f"http://127.0.0.1:{self._port}"
         self._command = [
-            *serve_command(),
+            *(serve_command() if command is None else command),
             str(model),
             "--host=127.0.0.1",
-            f"--port={self.port}",
+            f"--port={self._port}",
             f"--served-model-name={self.model}",
             *arguments,
         ]
         self._environment = {**os.environ, **environment}
+        self._start_s = start_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        """Start the server and wait until it is ready.
+
+        Raises:
+            ServerError: it died or was not ready in time; everything that it started is gone.
+        """
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
             )
         try:
-            self._await_health()
+            self._await_health(self._process)
         except BaseException:
             self.stop()
             raise
@@ -126,50 +144,60 @@ class Server:
     ) -> None:
         self.stop()
 
-    def tail(self) -> str:
-        """Return the last lines of the log."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-TAIL_LINES:])
-
     def healthy(self) -> bool:
         """Whether the process lives and answers its health check."""
-        assert self._process is not None
-        if self._process.poll() is not None:
+        if self._process is None or self._process.poll() is not None:
             return False
+        # Not through the proxy that this process's environment may name.
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_S)
         try:
-            with urllib.request.urlopen(f"{self.base_url}/health", timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
             return False
+        finally:
+            connection.close()
 
-    def _await_health(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + START_S
-        while not self.healthy():
-            if self._process.poll() is not None:
-                raise ServerError(
-                    f"the server exited with code {self._process.returncode}; end of {self.log}:\n"
-                    f"{self.tail()}"
-                )
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"the server was not ready after {START_S:.0f} s; end of {self.log}:\n"
-                    f"{self.tail()}"
-                )
-            # Nothing tells a parent that a server is ready: poll, as vLLM's own tools do.
-            time.sleep(0.2)
+    def tail(self) -> str:
+        """Return the end of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
     def stop(self) -> None:
-        """Stop the server and every process it started."""
-        if self._process is None:
+        """Stop the server and every process that it started; one that has stopped stays so."""
+        process, self._process = self._process, None
+        if process is None:
             return
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        try:
+            _signal(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+        finally:
+            _signal(process, signal.SIGKILL)
+            process.wait()
 
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):  # the whole group is gone
-            os.killpg(self._process.pid, number)
+    def _await_health(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + self._start_s
+        while not self.healthy():
+            # Nothing tells a parent that a server is ready: look again, unless it dies before.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(_LOOK_S)
+                raise ServerError(f"the server {_ending(status)}; {self._end_of_log()}")
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"the server was not ready after {self._start_s:g} s; {self._end_of_log()}"
+                )
+
+    def _end_of_log(self) -> str:
+        return f"end of {self.log}:\n{self.tail()}"
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"exited with status {status}"
+    hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-status).name}{hint}"
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # the whole group is gone
+        os.killpg(process.pid, number)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that sends ten tokens at once says the same as one that sends each by itself."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from harness.client import Answer, streamed
+from harness.conversations import Turn, conversations
+from harness.server import Server
+from tests.serving.service import ARGUMENTS, Service
+
+pytestmark = pytest.mark.second_server
+
+
+@pytest.fixture(scope="module")
+def slow_service(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    log = tmp_path_factory.mktemp("slow-server") / "server.log"
+    with Server(checkpoint(taught=True), log, (*ARGUMENTS, "--stream-interval=10")) as server:
+        yield Service(server.base_url, server.model, taught=True)
+
+
+def test_ten_tokens_come_at_once(slow_service: Service):
+    request = slow_service.request("storm-direct")
+    chunks = list(slow_service.openai.chat.completions.create(stream=True, **request))
+    assert len(chunks) < 30, "its 189 tokens"
+
+
+def test_every_scripted_turn_is_answered_word_for_word(slow_service: Service):
+    def ask(one: Turn) -> list[Answer]:
+        return streamed(slow_service.openai, **slow_service.request(one))
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, conversations()))
+    for one, (answer,) in zip(conversations(), answers, strict=True):
+        slow_service.confirm(answer, one)
