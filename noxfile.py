@@ -212,5 +212,17 @@ def gpu_parity(session: nox.Session) -> None:
 
 @nox.session(tags=["gpu"], default=False, venv_backend="none")
 def loaded_weights(session: nox.Session) -> None:
-    """Compare every tensor that vLLM holds on this card with the checkpoint's."""
+    """Compare every tensor that vLLM holds on this card with those of `-- DIR` or METIS_MODEL_DIR."""
     on_card(session, "-m", "harness", "loaded_weights")
+
+
+@nox.session(tags=["gpu"], default=False, venv_backend="none")
+def real_smoke(session: nox.Session) -> None:
+    """Hold the model of `-- --model DIR` or METIS_MODEL_DIR against its own code, and serve it."""
+    on_card(session, "-m", "pytest", "matrices/real_smoke.yaml")
+
+
+@nox.session(tags=["gpu"], default=False, venv_backend="none")
+def speed(session: nox.Session) -> None:
+    """Time the published shapes on this card, beside the limit that its memory sets."""
+    on_card(session, "-m", "pytest", "matrices/speed.yaml")

@@ -12,6 +12,8 @@ import sys
 COMMANDS = {
     "checkpoint": ("harness.checkpoint", "write a tiny, or full-size, random checkpoint"),
     "quantize": ("harness.quantize", "write the FP8 copy of a checkpoint"),
+    "loaded_weights": ("harness.loaded_weights", "compare what vLLM holds with a checkpoint"),
+    "logits": ("harness.logits", "store a checkpoint's FP32 logits, by its own code"),
     "golden": ("harness.golden", "hold the reference, or the engine, against golden vectors"),
     "cases": ("harness.cases", "replay parser cases of a YAML file, whole and streamed"),
     "list": ("harness.list_cells", "print the cells of a matrix and their engines"),

@@ -22,6 +22,7 @@ import pytest
 from harness import records
 from harness.explain import describe, headline
 from harness.matrix import Cell, Matrix, SelectionError, groups, load_matrix, select
+from harness.model_folder import MODEL_VARIABLE, ModelError, model_folder
 from harness.run_cells import CellRunner
 from harness.strict_yaml import MatrixError
 from harness.terminal import CellReporter, shown
@@ -60,7 +61,10 @@ class MatrixFile(pytest.File):
             for item in self.session.items
             if isinstance(item, CellItem) and item.parent.parent is self
         ]
-        self.runner = CellRunner(self.matrix, self.run_folder, threads=_threads())
+        model, logits = _model(self.config, self.matrix)
+        self.runner = CellRunner(
+            self.matrix, self.run_folder, threads=_threads(), model=model, logits=logits
+        )
         path = os.path.relpath(self.path, self.config.invocation_params.dir)
         self.runner.open(cells, self.config.stash[_STAMP], path)
 
@@ -158,6 +162,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="RUN",
         help="run folder to go on with: unchanged cells are not run again",
     )
+    group.addoption(
+        "--model",
+        metavar="DIR",
+        help=f"checkpoint that a smoke matrix runs; or {MODEL_VARIABLE} in the environment",
+    )
+    group.addoption(
+        "--logits",
+        metavar="FILE",
+        help="its logits from `python -m harness logits`, where they were computed elsewhere",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -170,6 +184,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_selection(config, paths)
     if not config.option.collectonly:
         _check_folders(config, paths)
+        _check_model(config, paths)
     if paths and config.getoption("dist", "no") == "load":
         config.option.dist = "loadscope"
     show = CellReporter(config, run_folder=lambda path: _run_folder(config, path))
@@ -245,6 +260,27 @@ def _check_folders(config: pytest.Config, paths: list[Path]) -> None:
         raise pytest.UsageError(
             f"--results {results}: a run is there; pass --resume or --overwrite"
         )
+
+
+def _check_model(config: pytest.Config, paths: list[Path]) -> None:
+    """Refuse to begin without the model, and the logits, that a matrix asks for."""
+    try:
+        for path in paths:
+            _model(config, load_matrix(path))
+    except ModelError as error:
+        raise pytest.UsageError(str(error)) from error
+    logits = config.getoption("--logits")
+    if logits and not Path(logits).is_file():
+        raise pytest.UsageError(f"--logits {logits}: no such file")
+
+
+def _model(config: pytest.Config, matrix: Matrix) -> tuple[Path | None, Path | None]:
+    """The model, and the file of its logits, of a matrix that makes none itself."""
+    if matrix.kind != "smoke":
+        return None, None
+    logits = config.getoption("--logits")
+    model = model_folder(config.getoption("--model"), "--model DIR")
+    return model, Path(logits).resolve() if logits else None
 
 
 def _run_folder(config: pytest.Config, matrix: Path) -> Path:

@@ -49,26 +49,31 @@ _FLAGS = (
 _MASKED = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 # Files that decide, select or show; a change of any other asks for a new run.
 _NOT_EVIDENCE = {
+    "__main__.py",
     "baseline.py",
     "cases.py",
     "collect.py",
     "compare.py",
     "environment.py",
+    "expected_weights.py",
     "explain.py",
     "golden.py",
     "judge.py",
+    "judge_measured.py",
     "list_cells.py",
+    "loaded_weights.py",
     "matrix.py",
     "metrics.py",
     "plots.py",
     "progress.py",
     "reach.py",
     "report.py",
+    "report_figures.py",
+    "stored_weights.py",
     "strict_yaml.py",
     "summary.py",
     "terminal.py",
     "tolerance.py",
-    "__main__.py",
 }
 _CARD_FIELDS = {
     "name": "name",

@@ -20,7 +20,14 @@ from typing import Any
 
 from harness.records import EngineObservation, Finding, Record, RequestObservation, Run, Verdict
 
-_HEADLINES = ("decode_logprob_error_max", "parser_faults")
+_HEADLINES = (
+    "decode_logprob_error_max",
+    "prompt_logprob_error_max",
+    "parser_faults",
+    "answer_faults",
+    "decode_tok_s",
+    "prefill_tok_s",
+)
 
 _Met = Callable[[RequestObservation, Mapping[str, Any]], bool]
 _MET: dict[str, _Met] = {  # what a request may have met in the engine; the settings are its cell's

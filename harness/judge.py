@@ -19,8 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import metrics, reach, records, tolerance
+from harness import judge_measured, metrics, reach, records, tolerance
 from harness.explain import describe, table
+from harness.measurements import (
+    PromptLogprobs,
+    PromptObservation,
+    ServedObservation,
+    SpeedObservation,
+    TimingObservation,
+)
 from harness.records import (
     EngineObservation,
     Finding,
@@ -55,6 +62,14 @@ def judge(record: Record) -> Verdict:
         )
     if isinstance(record.observation, ParserObservation):
         return _judge_parser(record.observation)
+    if isinstance(record.observation, PromptObservation):
+        return _judge_prompts(record.observation, record.reference)
+    if isinstance(record.observation, ServedObservation):
+        return judge_measured.judge_served(record.observation)
+    if isinstance(record.observation, TimingObservation):
+        return judge_measured.judge_timing(record.observation, record.settings["smoke"])
+    if isinstance(record.observation, SpeedObservation):
+        return judge_measured.judge_speed(record.observation, record.settings)
     if record.observation is None:
         return Verdict(verdict="error", reasons=["the record holds no observation"])
     facts = reach.check(record.settings, record.observation)
@@ -127,11 +142,7 @@ def _judge_parity(
             passed=not mismatches,
         ),
     )
-    reasons = [
-        f"{finding.metric} {finding.observed:.3g} is past its budget {finding.budget:.3g}"
-        for finding in findings
-        if not finding.passed
-    ]
+    reasons = _past_budget(findings)
     reasons += [
         f"{tie.request} position {tie.position}: token {tie.token_id}, but the reference prefers "
         f"{tie.reference_token_id} by {tie.margin_nats:.3g} nats (a tie is {tie.limit_nats:.3g})"
@@ -145,6 +156,62 @@ def _judge_parity(
         near_ties=near_ties,
         worst=_worst(pairs),
     )
+
+
+def _judge_prompts(observation: PromptObservation, reference: Reference | None) -> Verdict:
+    """Decide on the logprobs of prompts: their tokens are given, so none can be the wrong one."""
+    if reference is None or len(reference.requests) != len(observation.prompts):
+        return Verdict(verdict="error", reasons=["the record lacks reference scores of prompts"])
+    settings = observation.settings
+    name = {"float32": "fp32", "bfloat16": "bf16"}.get(settings.dtype)
+    if name is None:
+        reason = f"no precision is known for an engine in {settings.dtype}"
+        return Verdict(verdict="error", reasons=[reason])
+    precision = tolerance.precision(name)
+    requests = [_as_request(prompt) for prompt in observation.prompts]
+    pairs = list(zip(requests, reference.requests, strict=True))
+    findings = [
+        finding.model_copy(update={"metric": finding.metric.replace("decode_", "prompt_")})
+        for finding in _findings(precision, pairs)
+    ]
+    reasons = _past_budget(findings)
+    verdict = Verdict(
+        verdict="fail" if reasons else "pass",
+        reasons=reasons,
+        findings=findings,
+        worst=_worst(pairs),
+    )
+    if settings.quantization is None:
+        return verdict
+    return _measured(verdict, f"the floor is BF16's, and the engine has {settings.quantization}")
+
+
+def _as_request(prompt: PromptLogprobs) -> RequestObservation:
+    return RequestObservation(
+        id=prompt.prompt,
+        prompt=prompt.prompt,
+        round=0,
+        num_prompt_tokens=len(prompt.token_ids) + 1,
+        token_ids=prompt.token_ids,
+        logprobs=prompt.logprobs,
+        top_token_ids=prompt.top_token_ids,
+        top_logprobs=prompt.top_logprobs,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        finish_reason=None,
+        ttft_ms=None,
+        e2el_ms=None,
+    )
+
+
+def _past_budget(findings: Iterable[Finding]) -> list[str]:
+    return [
+        f"{finding.metric} {finding.observed:.3g} is past its budget {finding.budget:.3g}"
+        if finding.budget is not None
+        else f"{finding.metric} is {finding.observed}"
+        for finding in findings
+        if not finding.passed
+    ]
 
 
 def _measured(verdict: Verdict, why: str) -> Verdict:

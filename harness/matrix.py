@@ -46,6 +46,31 @@ _REQUIRED = {
         "parser": ("delta_size", "history", "mode", "tool_choice", "truncation"),
         "timeout": ("start_s", "cell_s"),
     },
+    "smoke": {
+        "engine": ("args", "env", "serve"),
+        "smoke": ("check",),
+        "timeout": ("start_s", "cell_s"),
+    },
+    "speed": {
+        "checkpoint": ("shape", "dtype", "seed"),
+        "engine": ("args", "env"),
+        "speed": (
+            "phase",
+            "streams",
+            "prompt_tokens",
+            "max_tokens",
+            "rounds",
+            "seed",
+            "profile",
+        ),
+        "timeout": ("start_s", "cell_s"),
+    },
+}
+# What a smoke cell's check needs beside.
+_CHECK_KEYS = {
+    "parity": (),
+    "generation": ("max_tokens",),
+    "timing": ("streams", "prompt_tokens", "max_tokens", "rounds", "seed"),
 }
 _ENGINE_KEYS = ("checkpoint", "engine")
 
@@ -292,6 +317,12 @@ def _gaps(kind: str, settings: Settings) -> Iterator[str]:
         for name in inner:
             if name not in settings[key]:
                 yield f"`{key}.{name}` is missing"
+    smoke = settings.get("smoke", {})
+    for name in _CHECK_KEYS.get(smoke.get("check"), ()):
+        if name not in smoke:
+            yield f"`smoke.{name}` is missing"
+    if smoke.get("check") in ("parity", "generation") and "workload" not in settings:
+        yield "`workload` is missing"
     for round_ in settings.get("workload", {}).get("rounds", []):
         if (round_["schedule"] == "arrivals") != ("arrive_every_steps" in round_):
             yield "`arrive_every_steps` belongs to schedule `arrivals`, and only there"

@@ -45,6 +45,8 @@ class Metric:
 METRICS = {
     "decode_logprob_error_max": Metric("nats", "lower", 2.0, 1e-5),
     "decode_logprob_error_mean": Metric("nats", "lower", 2.0, 1e-5),
+    "prompt_logprob_error_max": Metric("nats", "lower", 2.0, 1e-5),
+    "prompt_logprob_error_mean": Metric("nats", "lower", 2.0, 1e-5),
     "top20_kl_max": Metric("nats", "lower", 4.0, 1e-8),
     "top20_kl_mean": Metric("nats", "lower", 4.0, 1e-8),
     "total_variation_max": Metric("", "lower", 2.0, 1e-5),
@@ -54,10 +56,19 @@ METRICS = {
     "sqnr_db": Metric("dB", "higher", 1.0, 6.0),
     "cached_tokens": Metric("tokens", "none", 1.0, 0.0),
     "parser_faults": Metric("cases", "lower", 1.0, 0.0),
+    "answer_faults": Metric("answers", "lower", 1.0, 0.0),
     "ttft_ms": Metric("ms", "lower", 1.25, 5.0),
     "tpot_ms": Metric("ms", "lower", 1.1, 0.5),
+    "decode_tok_s": Metric("tokens/s", "higher", 1.1, 5.0),
+    "prefill_tok_s": Metric("tokens/s", "higher", 1.1, 50.0),
+    "memory_limit_ms": Metric("ms", "none", 1.0, 0.0),
+    "memory_limit_share": Metric("", "none", 1.0, 0.0),
+    "memory_gib": Metric("GiB", "lower", 1.05, 0.2),
+    "startup_s": Metric("s", "lower", 1.5, 10.0),
+    "copy_tb_s": Metric("TB/s", "none", 1.0, 0.0),
 }
-TIMES = ("ttft_ms", "tpot_ms")
+# What only a machine of the same kind repeats.
+TIMES = ("ttft_ms", "tpot_ms", "decode_tok_s", "prefill_tok_s", "memory_gib", "startup_s")
 
 
 def logprob_error(reference: Numbers, candidate: Numbers) -> Array:

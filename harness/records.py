@@ -19,6 +19,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness.measurements import (
+    PromptObservation,
+    ServedObservation,
+    SpeedObservation,
+    TimingObservation,
+)
+
 SCHEMA_VERSION: Literal[1] = 1
 RUN_FILE = "run.json"
 
@@ -119,7 +126,15 @@ class ParserObservation(_Model):
     run_s: float
 
 
-Observation = Annotated[EngineObservation | ParserObservation, Field(discriminator="kind")]
+Observation = Annotated[
+    EngineObservation
+    | ParserObservation
+    | PromptObservation
+    | ServedObservation
+    | TimingObservation
+    | SpeedObservation,
+    Field(discriminator="kind"),
+]
 
 
 class Scores(_Model):

@@ -24,6 +24,7 @@ from harness.baseline import FOLDER, baseline_path
 from harness.explain import cached_tokens, describe, headline, number
 from harness.judge import EXIT_PASSED, EXIT_USAGE
 from harness.records import Finding, Record, RecordError, Run, load_run, write_atomic
+from harness.report_figures import figure_table, kernel_table, markdown_tables
 from harness.summary import figures, summarise_run
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -58,6 +59,7 @@ def markdown(
     lines += [
         f"| {fault.replace('|', ' ')} | **error** | - | - | - | - | - | - |" for fault in faults
     ]
+    lines += markdown_tables(found)
     for record in _by_gravity(found):
         if _verdict(record) != "pass":
             text = describe(record, header, Path("results", header.run))
@@ -104,6 +106,7 @@ def html(header: Run, found: Sequence[Record], faults: Sequence[str], against: s
         faults=faults,
         against=against,
         plots=plots,
+        measured=figure_table(found),
         rows=[_row(record, header) for record in _by_gravity(found)],
     )
 
@@ -117,6 +120,7 @@ def _row(record: Record, header: Run) -> dict[str, Any]:
         "cached": cached_tokens(record),
         "seconds": sum(record.timings_s.values()),
         "text": describe(record, header, Path("results", header.run)),
+        "kernels": kernel_table(record),
         "settings": json.dumps(record.settings, indent=2),
     }
 

@@ -24,6 +24,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from harness import corpus, environment, records
 from harness.judge import judge
 from harness.matrix import Cell, Matrix, digest, prompt_names
+from harness.model_folder import fingerprint
 from harness.records import (
     Corpus,
     EngineObservation,
@@ -34,6 +35,7 @@ from harness.records import (
     Reference,
     RequestScores,
 )
+from harness.server import CPU_ENVIRONMENT
 from harness.worker import Worker, WorkerError
 
 CHILD_ENV = {
@@ -46,6 +48,8 @@ CHILD_ENV = {
 CHILDREN = {
     "parity": (sys.executable, "-m", "harness.engine"),
     "parser": (sys.executable, "-m", "harness.replay_cells"),
+    "smoke": (sys.executable, "-m", "harness.real_smoke"),
+    "speed": (sys.executable, "-m", "harness.speed"),
     "reference": (sys.executable, "-m", "harness.scorer"),
 }
 _REFERENCE_START_S = 120.0
@@ -70,6 +74,12 @@ class _Scored(BaseModel):
     scores: list[RequestScores]
 
 
+class _Measured(BaseModel):
+    observation: Observation
+    corpus: Corpus | None
+    reference: Reference | None
+
+
 @dataclass
 class _Group:
     """An engine configuration: its child, and why it could not be started."""
@@ -87,6 +97,8 @@ class CellRunner:
         folder: the run folder; its name is the run's.
         threads: OpenMP threads of each child, or None to leave them alone.
         children: commands by kind, replaced in tests.
+        model: folder of the model that the cells of a smoke matrix run.
+        logits: file of its logits, where they were computed elsewhere.
     """
 
     def __init__(
@@ -95,8 +107,12 @@ class CellRunner:
         folder: Path,
         threads: int | None = None,
         children: dict[str, Sequence[str]] | None = None,
+        model: Path | None = None,
+        logits: Path | None = None,
     ):
         self._matrix = matrix
+        self._model, self._logits = model, logits
+        self._fingerprint = fingerprint(model) if model is not None else None
         self._folder = folder.resolve()
         self._env = {**CHILD_ENV, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
         self._children: dict[str, Sequence[str]] = {**CHILDREN, **(children or {})}
@@ -147,10 +163,13 @@ class CellRunner:
         timings: dict[str, float] = {}
         evidence: dict[str, Any] = {}
         try:
-            if self._matrix.kind == "parity":
-                self._run_parity(cell, evidence, timings)
-            else:
-                self._run_parser(cell, evidence)
+            run_kind = {
+                "parity": self._run_parity,
+                "parser": self._run_parser,
+                "smoke": self._run_measured,
+                "speed": self._run_measured,
+            }
+            run_kind[self._matrix.kind](cell, evidence, timings)
         except WorkerError as error:
             evidence["failure"] = Failure(
                 kind=error.kind, message=str(error), log_tail=error.log_tail
@@ -219,14 +238,42 @@ class CellRunner:
         evidence["reference"] = self._score(settings["precision"], checkpoint, frozen, observation)
         timings["reference"] = time.monotonic() - began
 
-    def _run_parser(self, cell: Cell, evidence: dict[str, Any]) -> None:
+    def _run_parser(self, cell: Cell, evidence: dict[str, Any], timings: dict[str, float]) -> None:
         checkpoint = self._checkpoint(cell.settings["checkpoint"])
-        group = self._group(cell, {"model": checkpoint.served}, {})
+        group = self._group(cell, {"model": checkpoint.served}, timings)
         assert group.worker is not None
         job = {"settings": cell.settings}
         evidence["observation"] = self._job(
             group.worker, job, cell, cell.settings["timeout"]["cell_s"]
         )
+
+    def _run_measured(
+        self, cell: Cell, evidence: dict[str, Any], timings: dict[str, float]
+    ) -> None:
+        """Run a smoke or speed cell: its child gives all evidence at once."""
+        settings = cell.settings
+        group = self._group(cell, self._measured_config(cell), timings)
+        assert group.worker is not None
+        prompts = {name: self._matrix.prompts[name] for name in prompt_names(settings)}
+        out = self._folder / _LOGS / f"{cell.id}.evidence.json"
+        job = {"settings": settings, "prompts": prompts}
+        text = group.worker.run(job, out, settings["timeout"]["cell_s"])
+        reply = self._validated(_Measured, text, group.worker, out)
+        out.unlink()  # the record holds it from here on
+        evidence |= {name: getattr(reply, name) for name in _Measured.model_fields}
+
+    def _measured_config(self, cell: Cell) -> dict[str, Any]:
+        cache = self._folder / "cache"
+        stored = cache / f"logits-{self._fingerprint}.safetensors"
+        return {
+            "settings": cell.settings,
+            "on_card": bool(self._environment["cards"]),
+            "model": str(self._model),
+            "logits": str(self._logits or stored),
+            "matrix": str(self._matrix.path.resolve()),
+            "cache": str(cache),
+            "server_log": str(self._folder / _LOGS / f"{cell.group}-server.log"),
+        }
 
     def _group(self, cell: Cell, config: dict[str, Any], timings: dict[str, float]) -> _Group:
         """The group of a cell with its child running."""
@@ -234,12 +281,15 @@ class CellRunner:
         if group.refused is not None:
             raise group.refused
         if group.worker is None or not group.worker.running:
+            # A matrix of one's own checkpoints says for which machine it is; these run on any.
+            any_machine = self._matrix.kind in ("smoke", "speed")
+            for_cpu = CPU_ENVIRONMENT if any_machine and not self._environment["cards"] else {}
             group.worker = Worker(
                 self._children[self._matrix.kind],
                 config,
                 self._folder / _LOGS,
                 cell.group,
-                {**self._env, **cell.settings.get("engine", {}).get("env", {})},
+                {**self._env, **for_cpu, **cell.settings.get("engine", {}).get("env", {})},
             )
             began = time.monotonic()
             try:
@@ -275,10 +325,13 @@ class CellRunner:
             self._reference.start(_REFERENCE_START_S)
         out = self._folder / _LOGS / f"reference-{os.getpid()}.reply.json"
         text = self._reference.run(job, out, _REFERENCE_JOB_S)
+        return self._validated(model, text, self._reference, out)
+
+    def _validated(self, model: type[_Reply], text: str, worker: Worker, out: Path) -> _Reply:
         try:
             return model.model_validate_json(text)
         except ValidationError as error:
-            raise self._garbage(self._reference, out, error) from error
+            raise self._garbage(worker, out, error) from error
 
     def _garbage(self, worker: Worker, out: Path, error: ValidationError) -> WorkerError:
         worker.kill()
@@ -332,10 +385,14 @@ class CellRunner:
         return Reference(checkpoint_sha256=checkpoint.sha256, requests=scores)
 
     def _identity(self, cell: Cell) -> Identity:
-        return Identity(cell_sha256=cell.sha256, versions_sha256=self._versions)
+        sha256 = digest([cell.sha256, self._fingerprint]) if self._fingerprint else cell.sha256
+        return Identity(cell_sha256=sha256, versions_sha256=self._versions)
 
     def _seeds(self, cell: Cell) -> dict[str, int]:
-        seeds = {"checkpoint": cell.settings["checkpoint"]["seed"], "PYTHONHASHSEED": 0}
+        seeds = {"PYTHONHASHSEED": 0}
+        for name in ("checkpoint", "smoke", "speed"):
+            if "seed" in cell.settings.get(name, {}):
+                seeds[name] = cell.settings[name]["seed"]
         for name in prompt_names(cell.settings):
             for index, part in enumerate(self._matrix.prompts[name]):
                 if "random" in part:
