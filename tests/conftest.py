@@ -2,7 +2,7 @@
 """Fixtures shared by the tests: checkpoints are written once per run, whatever the workers."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before vLLM is imported: the tests need no GPU, hub or usage statistics.
@@ -17,6 +17,15 @@ import pytest
 from filelock import FileLock
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(autouse=True)
+def _environment_kept() -> Iterator[None]:
+    """Undo what a command that a test runs in this process does to the environment."""
+    found = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(found)
 
 
 @pytest.fixture(scope="session")

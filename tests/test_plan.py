@@ -68,6 +68,7 @@ def test_the_engine_comes_to_the_same_figures(checkpoint, tmp_path, shape):
     with engine(
         checkpoint(shape),
         tmp_path,
+        {"VLLM_LOGGING_LEVEL": "INFO"},  # the log is read
         dtype="bfloat16",
         enable_prefix_caching=True,
         kv_cache_memory_bytes=pool,
