@@ -27,6 +27,7 @@ from harness import __main__ as harness_command
 from vllm_metis import __main__ as metis_command
 
 REPOSITORY = Path(__file__).parents[1]
+EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 SHELLS, OTHERS = {"console", "bash"}, {"text", "yaml", "json", "python"}
 OTHER_PACKAGES = {"nox"}
 RUN = ("list", "judge", "compare", "report", "plan")
@@ -203,6 +204,25 @@ def _check_metis(words: list[str]) -> None:
     _parse_or_run(metis_command.main, metis_command.COMMANDS[words[0]], words)
 
 
+def _check_program(words: list[str]) -> None:
+    """Only examples; tests/serving runs them, and holds what they print against the page."""
+    if not words or REPOSITORY / words[0] not in EXAMPLES:
+        raise WrongCommand(f"python runs {', '.join(f'examples/{p.name}' for p in EXAMPLES)}")
+
+
+def shown_outputs(page: Path) -> dict[str, list[str]]:
+    """The lines that a page shows below each command of its `console` blocks, where there are."""
+    found: dict[str, list[str]] = {}
+    for _, language, lines in fences(page):
+        command = ""
+        for line in lines if language == "console" else ():
+            if line.startswith("$ "):
+                command = line.removeprefix("$ ")
+            else:
+                found.setdefault(command, []).append(line)
+    return found
+
+
 def _parse_or_run(main: Callable[[list[str]], int], module: object, words: list[str]) -> None:
     readers_own = any(word.startswith(("/", "matrices/baselines/")) for word in words)
     run = module.run if words[0] in RUN and not readers_own else lambda arguments: 0
@@ -226,4 +246,5 @@ FORMS: dict[str, Callable[[list[str]], None]] = {
     "vllm serve": _check_serve,
     "python -m harness": _check_harness,
     "python -m vllm_metis": _check_metis,
+    "python": _check_program,
 }

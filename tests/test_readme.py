@@ -96,6 +96,7 @@ def test_links_and_pictures_lead_somewhere(page):
         "vllm serve DIR --no-such-option 1",
         "vllm serve DIR --enable-auto-tool-choice",
         "vllm serve DIR --reasoning-parser nothing",
+        "python examples/nothing.py",
         "python -m harness nothing",
         "python -m harness judge",
         "python -m harness report results/RUN --no-such-option",

@@ -3,38 +3,27 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.serving.service import Service
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.shown_commands import EXAMPLES, REPOSITORY, shown_outputs
 
 PRINTED = {
-    "thinking.py": [
-        "Reasoning: 17 plus 25 is 42.",
-        "Answer: 17 + 25 = 42.",
-        "At once: 42.",
-    ],
-    "tool_loop.py": [
-        "Reasoning: Need the forecast for Faro.",
-        "Calling get_weather('Faro', 1)",
-        "Reasoning: It is dry.",
-        "Answer: No rain in Faro: 24 C.",
-    ],
-    "structured.py": ["Reasoning: The ball is 5 cents.", "Cents: 5"],
+    command.removeprefix("python "): lines
+    for command, lines in shown_outputs(REPOSITORY / "README.md").items()
+    if command.startswith("python examples/")
 }
 
 
-def test_every_example_is_run():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PRINTED)
+def test_the_readme_shows_every_example():
+    assert {f"examples/{path.name}" for path in EXAMPLES} == set(PRINTED)
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_an_example_prints_what_its_reader_expects(service: Service, name: str):
+def test_an_example_prints_what_the_readme_shows(service: Service, name: str):
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), f"{service.base_url}/v1"],
+        [sys.executable, str(REPOSITORY / name), f"{service.base_url}/v1"],
         check=False,
         capture_output=True,
         text=True,
