@@ -126,6 +126,7 @@ def engine(shape: str = "logos", **changes: object) -> SimpleNamespace:
         ),
         parallel_config=parallel,
         cache_config=cache,
+        compilation_config=SimpleNamespace(fast_moe_cold_start=None),
         lora_config=None,
         speculative_config=None,
     )
@@ -230,3 +231,10 @@ def test_an_fp8_checkpoint_is_not_quantization_on_load():
     settings.model_config.quantization = "compressed-tensors"
     settings.model_config.hf_config.quantization_config = {"quant_method": "compressed-tensors"}
     Metis16ConfigHook.verify_and_update_config(settings)
+
+
+def test_experts_that_are_called_once_per_pass_are_never_found_by_counting():
+    settings = engine()
+    settings.compilation_config.fast_moe_cold_start = True
+    Metis16ConfigHook.verify_and_update_config(settings)
+    assert settings.compilation_config.fast_moe_cold_start is False

@@ -133,6 +133,9 @@ class Metis16ConfigHook:
             raise UnsupportedError(
                 "Metis-1.6 cannot run with these settings:\n  - " + "\n  - ".join(found)
             )
+        # It counts experts' calls, one per layer and step: here a layer is called once per pass.
+        # vLLM switches it off itself from torch 2.11 on.
+        vllm_config.compilation_config.fast_moe_cold_start = False
         cache = vllm_config.cache_config
         if cache.mamba_ssm_cache_dtype == "auto":
             config = vllm_config.model_config.hf_config
