@@ -16,6 +16,7 @@ DEFINITIONS = {
     "Circle": {"$ref": "#/$defs/Other"},
     "Other": {"anyOf": [{"$ref": "#/$defs/Circle"}, NULL]},
     "a/b~c": INTEGER,
+    "Colour": {"enum": ["red", "green"]},
 }
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -96,6 +97,22 @@ def encoded(schema: Any, text: str) -> str:
         ({"enum": ["1", 2, "null", None]}, "null", "null"),
         ({"const": "true"}, "true", "true"),
         ({"const": True}, "true", True),
+        # where all strings are listed, white space around one is nobody's
+        ({"enum": ["red", "green"]}, " red", "red"),
+        ({"type": "string", "enum": ["red", "green"]}, "green\n", "green"),
+        ({"const": "a b"}, "\ta b ", "a b"),
+        ({"anyOf": [{"enum": ["red"]}, NULL]}, " red", "red"),
+        ({"anyOf": [{"enum": ["red"]}, NULL]}, " null", None),
+        ({"anyOf": [{"enum": ["red"]}, {"const": "green"}]}, " green", "green"),
+        ({"allOf": [STRING, {"enum": ["red"]}]}, " red", "red"),
+        ({"$ref": "#/$defs/Colour"}, " red", "red"),
+        ({"enum": ["1", 2]}, " 1", "1"),
+        ({"enum": ["1", 2]}, " 2", 2),
+        ({"enum": ["red", " red"]}, " red", " red"),
+        ({"enum": ["red", "green"]}, " blue", " blue"),
+        ({"enum": ["red", ""]}, " ", ""),
+        ({"anyOf": [{"enum": ["red"]}, STRING]}, " red", " red"),
+        ({"enum": [1, 2], "type": "string"}, " red", " red"),
         # no type at all
         ({}, '{"a": 1}', {"a": 1}),
         ({"description": "d"}, "5", 5),

@@ -10,9 +10,9 @@ import xgrammar
 from hypothesis import given
 from vllm.v1.structured_output import StructuredOutputManager
 
-from harness.replay import WHOLE
+from harness.replay import WHOLE, ReplayError
 from tests.test_parser_properties import SETTINGS, SPLITS, TEXT
-from tests.turns import DELTA_SIZES, TOOLS, Stage, Turn, spelled, stage
+from tests.turns import DELTA_SIZES, TOOLS, Stage, Turn, spelled, stage, tool
 from vllm_metis.parser import MetisReasoningParser
 
 
@@ -132,13 +132,22 @@ CALL = Turn("", "", [("get_weather", {"city": "São\n\nPaulo", "days": 3})])
 WRONG = Turn("", "", [("get_weather", {"city": "Faro", "days": "three"})])
 NOW = Turn("", "", [("now", {})])
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
+NOW_TOOL = tool("now")
+NAMED_NOW = {"type": "function", "function": {"name": "now"}}
 
 
 def accepts(scene: Stage, request: dict[str, Any], text: str) -> bool:
     """Whether the grammar that the request asks for lets the model write the text and end."""
+    request = {"tools": TOOLS, **request}
     strict = request.pop("strict", None)
-    tools = [{**tool, "function": {**tool["function"], "strict": strict}} for tool in TOOLS]
-    scene.answer(scene.encode("x"), WHOLE, tools=tools, **request)
+    request["tools"] = [
+        {**one, "function": {**one["function"], "strict": strict}} for one in request["tools"]
+    ]
+    return accepts_tokens(scene, request, scene.encode(text))
+
+
+def accepts_tokens(scene: Stage, request: dict[str, Any], token_ids: list[int]) -> bool:
+    scene.answer(scene.encode("x"), WHOLE, **request)
     constraint = scene.engine.asked["sampling_params"].structured_outputs
     if constraint is None:
         return True
@@ -147,9 +156,7 @@ def accepts(scene: Stage, request: dict[str, Any], text: str) -> bool:
     )
     compiler = xgrammar.GrammarCompiler(vocabulary)
     matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(constraint.structural_tag))
-    return (
-        all(matcher.accept_token(token) for token in scene.encode(text)) and matcher.is_terminated()
-    )
+    return all(matcher.accept_token(token) for token in token_ids) and matcher.is_terminated()
 
 
 def call_text(scene: Stage, turn: Turn) -> str:
@@ -194,16 +201,200 @@ def test_the_second_marker_that_a_grammar_asks_for_is_no_second_call(scene: Stag
     }
 
 
-def test_a_schema_that_the_grammar_engine_cannot_follow_leaves_the_arguments_free(scene: Stage):
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {
-                "type": "object",
-                "properties": {"x": {"type": "string", "pattern": "(?<=a)b"}},
-            },
-        },
+# White space around a value
+
+
+VALUES = {
+    "enum": ({"enum": ["red", "green"]}, ["red"]),
+    "enum of types": ({"enum": ["red", 3, None]}, ["red", "3", "null"]),
+    "const": ({"const": "a b"}, ["a b"]),
+    "pattern": ({"type": "string", "pattern": "^a+b$"}, ["aab"]),
+    "format": ({"type": "string", "format": "date"}, ["2026-11-30"]),
+    "longest": ({"type": "string", "maxLength": 3}, ["red"]),
+    "optional enum": ({"anyOf": [{"enum": ["red"]}, {"type": "null"}]}, ["red", "null"]),
+    "reference": ({"$ref": "#/$defs/colour"}, ["red"]),
+    "integer": ({"type": "integer"}, ["3"]),
+    "integers": ({"enum": [1, 2]}, ["2"]),
+    "boolean": ({"type": "boolean"}, ["true"]),
+    "object": ({"type": "object"}, ['{"a":  [1]}']),
+}
+SPACES = ["{} ", " {}", "\n{}", "{}\n", "\t{}\t"]
+
+
+def call_of_f(value: str) -> str:
+    return f"<|tool_call|><function=f>\n<parameter=x>\n{value}\n</parameter>\n</function><|fim_suffix|>"
+
+
+@pytest.mark.parametrize("request_fields", [{"tool_choice": "required"}, {"strict": True}])
+@pytest.mark.parametrize("name", VALUES)
+def test_the_only_white_space_around_a_bound_value_is_the_templates(
+    scene: Stage, name: str, request_fields: dict[str, Any]
+):
+    schema, values = VALUES[name]
+    declared = tool("f", {"x": schema}, required=["x"], **{"$defs": {"colour": {"enum": ["red"]}}})
+    request = {"tools": [declared], **request_fields}
+    for value in values:
+        assert accepts(scene, request, call_of_f(value))
+        for space in SPACES:
+            assert not accepts(scene, request, call_of_f(space.format(value))), space
+
+
+def test_white_space_is_part_of_a_bound_text(scene: Stage):
+    """It counts for the length that is asked for, and the parser keeps it."""
+    request = {"tool_choice": "required"}
+    for schema in ({"type": "string"}, {"type": "string", "minLength": 2, "maxLength": 2}):
+        request["tools"] = [tool("f", {"x": schema}, required=["x"])]
+        for value in ("ab", " a", "\n\n"):
+            assert accepts(scene, request, call_of_f(value))
+            answer = scene.answer(scene.encode(call_of_f(value)), WHOLE, **request)
+            assert json.loads(answer.calls[0].arguments) == {"x": value}
+    assert not accepts(scene, request, call_of_f("a"))
+
+
+def test_values_of_a_tool_that_is_not_strict_keep_to_their_lines_too(scene: Stage):
+    request = {"tools": [tool("f", {"x": {"enum": ["a"]}}), tool("g")], "tool_choice": "auto"}
+    request["tools"][1]["function"]["strict"] = True
+    scene.answer(scene.encode("x"), WHOLE, **request)
+    tag = scene.engine.asked["sampling_params"].structured_outputs.structural_tag
+    assert r'">\\n\" xml_any \"\\n</parameter>' in tag
+
+
+# Schemas that no grammar follows
+
+
+FAULTY = {
+    "type": ({"properties": {"x": {"type": "objekt"}}}, "objekt"),
+    "reference": ({"properties": {"x": {"$ref": "#/$defs/nowhere"}}}, "nowhere"),
+    "circle": ({"$ref": "#"}, "nothing fits"),
+    "endless": ({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}, "fits"),
+    "lookbehind": ({"properties": {"x": {"type": "string", "pattern": "(?<=a)b"}}}, "ookbehind"),
+    "no value": ({"properties": {"x": {"enum": []}}}, "empty"),
+    "no object": ({"type": "string"}, "an object"),
+}
+BINDING = {
+    "required": {"tool_choice": "required"},
+    "named": {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    "strict": {"tool_choice": "auto"},
+}
+
+
+@pytest.mark.parametrize("delta_size", [WHOLE, 1])
+@pytest.mark.parametrize("binding", BINDING)
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_tool_that_cannot_be_bound_is_refused_by_name(
+    scene: Stage, name: str, binding: str, delta_size: int
+):
+    schema, fault = FAULTY[name]
+    declared = {"name": "f", "parameters": schema, "strict": binding == "strict"}
+    request = {"tools": [NOW_TOOL, {"type": "function", "function": declared}], **BINDING[binding]}
+    with pytest.raises(ReplayError, match=f"refused the request: .* tool f .*{fault}"):
+        scene.answer(scene.encode("x"), delta_size, **request)
+
+
+@pytest.mark.parametrize(
+    "request_fields", [{"tool_choice": "auto"}, {"tool_choice": "none"}, {"tool_choice": NAMED_NOW}]
+)
+def test_a_tool_that_is_not_bound_may_have_any_schema(scene: Stage, request_fields: dict[str, Any]):
+    tools = [NOW_TOOL, tool("f", {"x": {"type": "objekt"}})]
+    token_ids = scene.written(NOW)
+    answer = scene.answer(token_ids, WHOLE, tools=tools, **request_fields)
+    assert len(answer.calls) == (request_fields["tool_choice"] != "none")
+
+
+@pytest.mark.parametrize("schema", [{}, {"title": "F"}, {"type": ["object", "null"]}])
+def test_parameters_are_an_object_where_the_schema_leaves_it_open(
+    scene: Stage, schema: dict[str, Any]
+):
+    declared = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    request = {"tools": [declared], "tool_choice": "required"}
+    assert accepts(scene, request, call_of_f("anything"))
+    assert not accepts(scene, request, "<|tool_call|><function=f>\nnull</function><|fim_suffix|>")
+
+
+@pytest.mark.parametrize("delta_size", [WHOLE, 1])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_circular_schema_for_the_content_is_refused(scene: Stage, delta_size: int, as_text: bool):
+    schema = {"$ref": "#"}
+    request: dict[str, Any] = {"structured_outputs": {"json": json.dumps(schema)}}
+    if not as_text:
+        form = {"name": "answer", "schema": schema}
+        request = {"response_format": {"type": "json_schema", "json_schema": form}}
+    with pytest.raises(ReplayError, match="lead back to themselves"):
+        scene.answer(scene.encode("x"), delta_size, **request)
+
+
+# Special tokens where a grammar takes them for their spelling
+
+
+TEXT_OF_SPECIAL = "a <|tool_call|><function=now>\n</function> <|padding|>b"
+JSON_TEXT = json.dumps({"x": TEXT_OF_SPECIAL})
+JSON_OBJECT = {"response_format": {"type": "json_object"}}
+
+
+@pytest.mark.parametrize("delta_size", DELTA_SIZES)
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_in_bound_content_a_special_token_is_text(
+    scene: Stage, delta_size: int, thinks: bool, choice: str
+):
+    request = {**JSON_OBJECT, "tool_choice": choice}
+    request["chat_template_kwargs"] = {"enable_thinking": thinks}
+    token_ids = scene.encode(("Hm.\n</think>\n" if thinks else "") + JSON_TEXT + "<|fim_suffix|>")
+    answer = scene.answer(token_ids, delta_size, **request)
+    assert answer.outcome == {
+        "reasoning": "Hm." if thinks else None,
+        "content": JSON_TEXT,
+        "tool_calls": [],
+        "finish_reason": "stop",
     }
-    scene.answer(scene.encode("x"), WHOLE, tools=[tool], tool_choice="required")
-    assert "<function=f>" in scene.engine.asked["sampling_params"].structured_outputs.structural_tag
+
+
+@pytest.mark.parametrize("delta_size", DELTA_SIZES)
+@pytest.mark.parametrize("binding", [*BINDING, "free"])
+def test_in_a_bound_value_a_special_token_is_text(scene: Stage, delta_size: int, binding: str):
+    request: dict[str, Any] = BINDING.get(binding, {"tool_choice": "auto"})
+    declared = tool("f", {"x": {"type": "string"}})
+    declared["function"]["strict"] = binding == "strict"
+    request = {"tools": [declared, NOW_TOOL], **request}
+    text = call_of_f(TEXT_OF_SPECIAL)
+    if binding != "free":
+        assert accepts_tokens(scene, request, scene.encode(text))
+    answer = scene.answer(scene.encode("\n</think>\n" + text), delta_size, **request)
+    called = [(call.name, json.loads(call.arguments)) for call in answer.calls]
+    if binding == "free":  # the model forgot to close the first
+        assert [name for name, _ in called] == ["f", "now"]
+    else:
+        assert called == [("f", {"x": TEXT_OF_SPECIAL})]
+
+
+@pytest.mark.parametrize("delta_size", DELTA_SIZES)
+@pytest.mark.parametrize("value", ["a\n</function>", "a\n<parameter=y>\nb", "<|tool_call|>"])
+def test_the_next_call_begins_where_the_grammar_has_it_begin(
+    scene: Stage, delta_size: int, value: str
+):
+    """Also after a value that quotes tags, which is held back until the call's end."""
+    request = {"tools": [tool("f", {"x": {"type": "string"}})], "tool_choice": "required"}
+    text = call_of_f(value).removesuffix("<|fim_suffix|>") + call_of_f("b")
+    assert accepts_tokens(scene, request, scene.encode(text))
+    answer = scene.answer(scene.encode("\n</think>\n" + text), delta_size, **request)
+    assert [json.loads(call.arguments) for call in answer.calls] == [{"x": value}, {"x": "b"}]
+
+
+@pytest.mark.parametrize("delta_size", DELTA_SIZES)
+def test_an_answer_may_stand_where_strict_calls_may(scene: Stage, delta_size: int):
+    """vLLM lets the model choose between the two; what it begins with decides."""
+    strict = [{**NOW_TOOL, "function": {**NOW_TOOL["function"], "strict": True}}]
+    request = {"tools": strict, **JSON_OBJECT}
+    answer = scene.answer(scene.encode("\n</think>\n" + JSON_TEXT), delta_size, **request)
+    assert (answer.content, answer.calls) == (JSON_TEXT, [])
+    answer = scene.answer(scene.written(NOW), delta_size, **request)
+    assert [call.name for call in answer.calls] == ["now"]
+
+
+@pytest.mark.parametrize("delta_size", DELTA_SIZES)
+def test_a_call_straight_out_of_the_reasoning_is_not_bound(scene: Stage, delta_size: int):
+    """Its marker comes before the grammar, so the next marker is one wherever it stands."""
+    strict = [{**NOW_TOOL, "function": {**NOW_TOOL["function"], "strict": True}}]
+    text = "Hm." + call_of_f("a <|tool_call|><function=now>\n</function>")
+    answer = scene.answer(scene.encode(text), delta_size, tools=strict)
+    assert [call.name for call in answer.calls] == ["f", "now"]

@@ -212,6 +212,29 @@ class TestRequests:
         )
         assert answer.outcome == expected(TURNS["unicode"])
 
+    @pytest.mark.parametrize(
+        "forced", ["required", {"type": "function", "function": {"name": "now"}}]
+    )
+    def test_a_stop_string_before_a_required_call_leaves_none(
+        self, scene: Stage, size: int, forced: Any
+    ):
+        token_ids = scene.written(Turn("Hm, now.", "", [("now", {})]))
+        answer = scene.answer(token_ids, size, tool_choice=forced, stop=["now"])
+        assert answer.outcome == {
+            "reasoning": "Hm, ",
+            "content": None,
+            "tool_calls": [],
+            "finish_reason": "stop",
+        }
+
+    def test_every_choice_of_a_required_call_is_read_alike(self, scene: Stage, size: int):
+        script = [scene.written(Turn("Hm.", "", [("now", {})] * n)) for n in (1, 0, 2)]
+        request = {"messages": [QUESTION], "tools": TOOLS, "tool_choice": "required"}
+        answers = scene.both.answers(request, script, size)
+        assert [len(answer.calls) for answer in answers] == [1, 0, 2]
+        assert [answer.finish_reason for answer in answers] == ["tool_calls", "stop", "tool_calls"]
+        assert all(answer.content is None for answer in answers)
+
     def test_a_stop_string_ends_a_call_like_a_cut(self, scene: Stage, size: int):
         answer = scene.answer(scene.written(TURNS["text, then calls"]), size, stop=["def"])
         assert answer.outcome["tool_calls"] == [

@@ -3,7 +3,8 @@
 
 The rule is the format's: a parameter whose schema admits strings only is raw text; anything else is
 JSON if its text is JSON of a type that the schema admits, and text if it is not. JSON is passed on
-as it was written, so no integer is rounded and no number reformatted.
+as it was written, so no integer is rounded and no number reformatted. Where all strings that the schema
+admits are listed, white space around one of them is nobody's.
 """
 
 import json
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
+
+from vllm_metis.schema import items, mapping, resolve
 
 _ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _TYPE_OF_FIRST_CHARACTER = {
@@ -32,13 +35,21 @@ class Admitted:
 
     types: frozenset[str] = _ANY_TYPE
     strings: frozenset[str] = frozenset()  # the strings among its enum and const values
+    only_listed: bool = False  # no other string is admitted
 
     @property
     def only_strings(self) -> bool:
         return self.types == {"string"}
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether the text is the value, whatever it is, so that it can be streamed."""
+        return self.only_strings and not self.only_listed
+
     def encode(self, text: str) -> str:
         """Return the JSON of a whole parameter text."""
+        if self.only_listed and text not in self.strings and text.strip() in self.strings:
+            return quote(text.strip())
         if self.only_strings or text in self.strings:
             return quote(text)
         written = _json_type(text)
@@ -80,7 +91,7 @@ class Parameters:
         self._admitted: dict[str, Admitted] = {}
 
     def __contains__(self, name: str) -> bool:
-        return any(name in _mapping(schema, "properties") for schema in self._objects)
+        return any(name in mapping(schema, "properties") for schema in self._objects)
 
     def admitted(self, name: str) -> Admitted:
         """Return what the parameter may be; text when nothing is declared of it."""
@@ -93,10 +104,10 @@ class Parameters:
 
     def _schema(self, name: str) -> Any:
         for schema in self._objects:
-            if name in (properties := _mapping(schema, "properties")):
+            if name in (properties := mapping(schema, "properties")):
                 return properties[name]
         for schema in self._objects:
-            for pattern, value in _mapping(schema, "patternProperties").items():
+            for pattern, value in mapping(schema, "patternProperties").items():
                 if _matches(pattern, name):
                     return value
             if isinstance(schema.get("additionalProperties"), Mapping):
@@ -132,28 +143,32 @@ def _admitted(schema: Any, root: Mapping[str, Any], seen: frozenset[str]) -> Adm
         return ANYTHING
     limits = []
     if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
-        limits.append(_admitted(_resolve(reference, root), root, seen | {reference}))
-    limits += [_admitted(part, root, seen) for part in _list(schema, "allOf")]
+        limits.append(_admitted(resolve(reference, root), root, seen | {reference}))
+    limits += [_admitted(part, root, seen) for part in items(schema, "allOf")]
     for union in ("anyOf", "oneOf"):
-        if branches := [_admitted(part, root, seen) for part in _list(schema, union)]:
+        if branches := [_admitted(part, root, seen) for part in items(schema, union)]:
+            texts = [branch for branch in branches if "string" in branch.types]
             limits.append(
                 Admitted(
                     frozenset().union(*(branch.types for branch in branches)),
                     frozenset().union(*(branch.strings for branch in branches)),
+                    only_listed=bool(texts) and all(branch.only_listed for branch in texts),
                 )
             )
     if "type" in schema:
         limits.append(Admitted(_declared_types(schema["type"])))
-    values = [schema["const"]] if "const" in schema else _list(schema, "enum")
+    values = [schema["const"]] if "const" in schema else items(schema, "enum")
     if values:
         kinds = {_json_type(json.dumps(value)) or "string" for value in values}
         strings = frozenset(value for value in values if isinstance(value, str))
-        limits.append(Admitted(_with_integers(kinds), strings))
+        limits.append(Admitted(_with_integers(kinds), strings, only_listed=bool(strings)))
     types = _ANY_TYPE.intersection(*(limit.types for limit in limits))
     if schema.get("nullable") is True:
         types |= {"null"}
+    if "string" not in types:
+        return Admitted(types or _ANY_TYPE)
     strings = frozenset().union(*(limit.strings for limit in limits))
-    return Admitted(types or _ANY_TYPE, strings if "string" in types else frozenset())
+    return Admitted(types, strings, only_listed=any(limit.only_listed for limit in limits))
 
 
 def _declared_types(declared: Any) -> frozenset[str]:
@@ -175,36 +190,10 @@ def _objects(
         return
     yield schema
     if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
-        yield from _objects(_resolve(reference, root), root, seen | {reference})
+        yield from _objects(resolve(reference, root), root, seen | {reference})
     for group in ("allOf", "anyOf", "oneOf"):
-        for part in _list(schema, group):
+        for part in items(schema, group):
             yield from _objects(part, root, seen)
-
-
-def _resolve(reference: str, root: Any) -> Any:
-    """Return the part of the schema that a local reference (`#/$defs/Name`) points at, or None."""
-    if not reference.startswith("#"):
-        return None
-    node = root
-    for step in reference.lstrip("#").split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list) and step.isdigit() and int(step) < len(node):
-            node = node[int(step)]
-        elif isinstance(node, Mapping) and step in node:
-            node = node[step]
-        else:
-            return None
-    return node
-
-
-def _mapping(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = schema.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
-    value = schema.get(key)
-    return value if isinstance(value, list) else []
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -43,6 +43,7 @@ _QUOTED_TAG = re.compile(rf"\n(?:(?P<opens>{PARAMETER}[^<>\n]+>)(?=\n)|{PARAMETE
 _NEXT_PARAMETER = re.compile(
     rf"(?:(?P<closed>\n?{PARAMETER_END})\s*|\n)(?P<tag>{PARAMETER}(?P<name>[^<>\n]+)>)"
 )
+_OVER = re.compile(rf"\n{PARAMETER_END}\s*{FUNCTION_END}\s*\Z")
 _CALL_END = re.compile(rf"(?:\n?{PARAMETER_END}\s*|\n)(?P<tag>{FUNCTION_END})")
 
 
@@ -80,6 +81,11 @@ class Call:
     @property
     def in_value(self) -> bool:
         return self.status is Status.OPEN and self._step != self._read_parameter_tag
+
+    @property
+    def may_be_over(self) -> bool:
+        """Whether what was fed ends like a call; a value that is held back may hold that end."""
+        return _OVER.search(self.unread) is not None
 
     @property
     def unread(self) -> str:
@@ -253,7 +259,7 @@ class Call:
             text = text[1:]
         if not text:
             return
-        if not self._admitted.only_strings:
+        if not self._admitted.is_raw:
             self._value.append(text)
             return
         if not self._streaming:

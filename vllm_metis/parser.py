@@ -5,6 +5,7 @@ vLLM composes a server's two parsers to one class. By itself that class hands ea
 ids and, when it is not streaming, without the prompt; made a `MetisParser`, it reads a turn in one piece.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,12 +13,14 @@ from vllm import envs
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.engine.adapters import ParserEngineReasoningAdapter, ParserEngineToolAdapter
 from vllm.parser.metrics import record_tool_parser_invocation
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 from vllm_metis.parser_engine import MetisEngine
+from vllm_metis.schema import is_circular
 from vllm_metis.tool_grammar import structural_tag
 
 Request = ChatCompletionRequest | ResponsesRequest
@@ -86,6 +89,7 @@ class MetisParser(DelegatingParser):
         self._turn.skip_tool_parsing = self._tool_parser is None
 
     def adjust_request(self, request: Request) -> Request:
+        _refuse_circular_schema(request)
         request = super().adjust_request(request)
         if self._reasoning_parser is not None:
             _hide_reasoning_ourselves(request)
@@ -110,6 +114,8 @@ class MetisParser(DelegatingParser):
         )
         self._record(bool(calls), request, is_streaming=False)
         self._tell_other_choices(request)
+        if enable_auto_tools and self._tool_parser is not None:
+            _say_what_was_called(request, bool(calls))
         if reasoning and _hides_reasoning(request):
             reasoning = None
         if calls and self._was_cut(request, model_output_token_ids):
@@ -177,6 +183,41 @@ class _CutCalls(list[FunctionCall]):
 
     def __bool__(self) -> bool:
         return True
+
+
+def _refuse_circular_schema(request: Request) -> None:
+    """Refuse a schema that the engine would fail to compile as if that were a fault of the server.
+
+    Raises:
+        VLLMValidationError: see vllm-project/vllm#57725.
+    """
+    constraint = request.extract_structured_outputs()
+    schema = constraint.json if constraint else None
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError:
+            return  # vLLM says so itself
+    if is_circular(schema):
+        field = "text" if isinstance(request, ResponsesRequest) else "response_format"
+        raise VLLMValidationError(
+            "the JSON schema's references lead back to themselves, so that nothing fits it",
+            parameter=field,
+        )
+
+
+def _say_what_was_called(request: Request, called: bool) -> None:
+    """Let vLLM build its full response from what was written, as it does where calls are free.
+
+    Of a required call it would say finish_reason "tool_calls" also where a stop string came before any
+    (vllm-project/vllm#53255), with an empty text for the content. It reads the request after this.
+    """
+    if not isinstance(request, ChatCompletionRequest) or request.tool_choice != "required":
+        return
+    if request.tools:
+        request.tool_choice = "auto"
+    elif not called:  # the Messages API lets a client force a call without tools
+        request.tool_choice = "none"
 
 
 def _hide_reasoning_ourselves(request: Request) -> None:

@@ -47,6 +47,7 @@ from vllm_metis.reasoning import (
     opening_of,
 )
 from vllm_metis.token_text import token_texts
+from vllm_metis.tool_grammar import binding
 from vllm_metis.turn import CALL, CONTENT, OVER, REASONING, TurnReader
 
 Request = ChatCompletionRequest | ResponsesRequest
@@ -176,7 +177,7 @@ class MetisEngine(ParserEngine):
         self._parameters.clear()
         self._suppress_tool_calls = getattr(request, "tool_choice", None) == "none"
         constraint = request.extract_structured_outputs() if isinstance(request, Request) else None
-        self._engine.constrained = constraint is not None and constraint.structural_tag is None
+        self._engine.binding = binding(constraint, self.marker)
 
     def _parameters_of(self, name: str) -> Parameters:
         if name not in self._parameters:

@@ -8,9 +8,16 @@ A call that starts straight out of the reasoning has its marker before the gramm
 second one is asked for: the parser takes the first for an empty call, and drops it.
 """
 
+import functools
+import json
+import re
+from typing import Any
+
 import xgrammar
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.tool_parsers.structural_tag_registry import (
     get_function_parameters,
     get_model_structural_tag,
@@ -22,6 +29,7 @@ from xgrammar.openai_tool_call_schema import BuiltinToolParam, FunctionToolParam
 from xgrammar.structural_tag import (
     ConstStringFormat,
     Format,
+    GrammarFormat,
     JSONSchemaFormat,
     OrFormat,
     RegexFormat,
@@ -32,9 +40,38 @@ from xgrammar.structural_tag import (
     TokenTriggeredTagsFormat,
 )
 
-from vllm_metis.call import FUNCTION, FUNCTION_END
+from vllm_metis.call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
+from vllm_metis.schema import is_circular
+from vllm_metis.turn import Binding
 
 MODEL = "metis"
+
+# How xgrammar prints a parameter: any white space may stand around its value.
+_SPACE = re.escape(r"[ \n\r\t]*")
+_PARAMETER = re.compile(
+    rf'(?P<tag>"{PARAMETER}(?:[^"\\]|\\.)*"(?: \w+)?) ">" '
+    rf'(?:{_SPACE} )?(?P<value>\w+) (?:{_SPACE} )?"{PARAMETER_END}"'
+)
+# Without a type, these tell what fits a schema.
+_OTHER_ROOTS = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
+_PLACE_IN_XGRAMMAR = re.compile(r"\[[\d:]+\] \S+:\d+: ")
+
+
+def binding(constraint: StructuredOutputsParams | None, marker: int) -> Binding:
+    """Return what the constraint of a request binds, as far as is known of a client's own tag.
+
+    Args:
+        marker: id of the token `<|tool_call|>`.
+    """
+    if constraint is None:
+        return Binding()
+    tag = constraint.structural_tag
+    if tag is None:
+        return Binding(content=True)
+    if json.dumps(TokenFormat(token=marker).model_dump()) not in tag:
+        return Binding()
+    # vLLM lets an answer of the format that the request asks for stand beside the calls.
+    return Binding(answer=json.loads(tag)["format"]["type"] == "or", calls=True)
 
 
 def structural_tag(
@@ -42,39 +79,21 @@ def structural_tag(
 ) -> StructuralTag | None:
     """Return the grammar that the request asks for, None if it leaves calls free.
 
-    Arguments of a forced call fit their schema whether or not the tool is strict, unless xgrammar
-    cannot follow the schema.
+    Arguments of a forced call fit their schema whether or not the tool is strict.
 
     Args:
         marker: id of the token `<|tool_call|>`.
+    Raises:
+        VLLMValidationError: no grammar follows the schema of a tool that is bound by it.
     """
-    tag = None
-    if request.tool_choice != "auto":
-        tag = _tag(request, ToolStrictLevel.PARAMETER, marker)
-    if tag is None or not _is_supported(tag):
-        tag = _tag(request, strict_level, marker)
-    return tag
-
-
-def _tag(
-    request: ChatCompletionRequest | ResponsesRequest, strict_level: ToolStrictLevel, marker: int
-) -> StructuralTag | None:
     return get_model_structural_tag(
         model=MODEL,
         tools=request.tools,
         tool_choice=request.tool_choice,
         reasoning=False,
         token_suffix=str(marker),  # vLLM hands this text on to the builder below
-        strict_level=strict_level,
+        strict_level=strict_level if request.tool_choice == "auto" else ToolStrictLevel.PARAMETER,
     )
-
-
-def _is_supported(tag: StructuralTag) -> bool:
-    try:
-        xgrammar.Grammar.from_structural_tag(tag)
-    except (RuntimeError, ValueError):
-        return False
-    return True
 
 
 @register_vllm_structural_tag(MODEL)
@@ -91,9 +110,7 @@ def _metis_structural_tag(
         SequenceFormat(
             elements=[
                 ConstStringFormat(value=f"{FUNCTION}{tool.function.name}>\n"),
-                JSONSchemaFormat(
-                    json_schema=get_function_parameters(tool.function), style="qwen_xml"
-                ),
+                GrammarFormat(grammar=_arguments(tool)),
             ]
         )
         for tool in tools
@@ -108,3 +125,37 @@ def _metis_structural_tag(
     )
     # The line breaks that the template writes after </think> come first.
     return StructuralTag(format=SequenceFormat(elements=[RegexFormat(pattern=r"\n{0,2}"), forced]))
+
+
+def _arguments(tool: FunctionToolParam) -> str:
+    """Return the grammar of the tool's parameters; refuse a schema that none can follow."""
+    schema = get_function_parameters(tool.function)
+    try:
+        return _parameters(json.dumps(schema))
+    except (RuntimeError, ValueError) as error:
+        fault = _PLACE_IN_XGRAMMAR.sub("", str(error)).strip()
+        raise VLLMValidationError(
+            f"calls of the tool {tool.function.name} cannot be held to its parameters' schema: {fault}",
+            parameter="tools",
+        ) from error
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(schema_text: str) -> str:
+    """Return the EBNF of parameters as the template writes them.
+
+    xgrammar lets any white space stand around a value, but of raw text it would be a part. It has no
+    switch for that, so the grammar it prints is edited: there are the template's line breaks, alone.
+    """
+    schema: Any = json.loads(schema_text)
+    if is_circular(schema):
+        raise ValueError("its references lead back to themselves, so that nothing fits")
+    if isinstance(schema, dict):
+        kinds = schema.get("type", [] if _OTHER_ROOTS & schema.keys() else "object")
+        if "object" in (kinds if isinstance(kinds, list) else [kinds]):
+            schema["type"] = "object"
+        elif kinds:
+            raise ValueError(f"parameters are an object, and its type is {kinds!r}")
+    tag = StructuralTag(format=JSONSchemaFormat(json_schema=schema, style="qwen_xml"))
+    printed = str(xgrammar.Grammar.from_structural_tag(tag))
+    return _PARAMETER.sub(rf'\g<tag> ">\\n" \g<value> "\\n{PARAMETER_END}"', printed)

@@ -8,6 +8,7 @@ hold, which `vllm_metis.call` reads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from vllm.parser.engine.events import EventType, SemanticEvent
 from vllm.parser.engine.parser_engine_config import ParserEngineConfig, ParserState
@@ -27,11 +28,21 @@ from vllm_metis.token_text import TextWithMarkers, TokenTexts
 REASONING, CONTENT = ParserState.REASONING, ParserState.CONTENT
 CALL, OVER = ParserState.TOOL_ARGS, ParserState.TOOL_BETWEEN
 
+_ENDS = ("TURN_END", "TEXT_END")
 _SPACE = " \t\r\n"
 _BEGINNINGS = frozenset(
     tag[:length] for tag in ("\n" + THINK_END, THINK_END) for length in range(1, len(tag))
 )
 _LONGEST_BEGINNING = max(map(len, _BEGINNINGS))
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a grammar binds, which knows special tokens by their spelling: there they are text."""
+
+    content: bool = False  # all of it
+    answer: bool = False  # the content, unless calls come instead
+    calls: bool = False  # the values of calls that the grammar saw begin
 
 
 class TurnReader:
@@ -68,7 +79,7 @@ class TurnReader:
         self.opening = THINKING
         self.skip_tool_parsing = False  # then calls are content
         self.skip_reasoning_parsing = False  # then a turn starts with content
-        self.constrained = False  # a grammar makes the content, from the first token after </think>
+        self.binding = Binding()
         self.reset()
 
     def reset(self, initial_state: ParserState | None = None) -> None:
@@ -94,6 +105,7 @@ class TurnReader:
         self._has_calls = False
         self._call = Call(self._parameters_of)
         self._named = False  # the call's name is passed on
+        self._bound = False  # a grammar has seen the call's marker
         self._next: Call | None = None  # after a marker inside a value, which may be a quotation
         self._tool_index = -1
 
@@ -135,6 +147,9 @@ class TurnReader:
 
     def _read_special(self, token_id: int, events: list[SemanticEvent]) -> None:
         terminal = self._terminals[token_id]
+        if self._is_text(terminal):
+            self._read(self._special[token_id], events)
+            return
         if (self.state, terminal) not in self._transitions:
             return  # a special token that means nothing here
         if terminal != "TOOL_START":
@@ -150,12 +165,22 @@ class TurnReader:
                 self._go("THINK_END", events)
             self._read(self._special[token_id], events)
         else:
+            self._bound = self.binding.calls and self.state is not REASONING
             if self.state is REASONING:
                 self._leave_reasoning(events)
             elif self.state is CALL:
                 self._end_call(events, complete=True)
             self._go(terminal, events)
             self._call, self._named = Call(self._parameters_of), False
+
+    def _is_text(self, terminal: str) -> bool:
+        """Whether a grammar takes the special token for its spelling here; the turn's ends it never does."""
+        if terminal in _ENDS:
+            return False
+        if self.state is CALL:
+            return self._bound and self._call.in_value and not self._call.may_be_over
+        bound = self.binding.content or (self.binding.answer and self._has_content)
+        return self.state is CONTENT and bound
 
     def _close(self, events: list[SemanticEvent], complete: bool) -> None:
         """Pass on what is held back: the turn is over, or was cut if it is not complete."""
@@ -184,7 +209,7 @@ class TurnReader:
         self._go("THINK_END", events)
         self._line_breaks = LINE_BREAKS_AFTER_REASONING
         text = text[end + len(THINK_END) :]
-        return text.removeprefix(self._reasoning_end.glued) if self.constrained else text
+        return text.removeprefix(self._reasoning_end.glued) if self.binding.content else text
 
     def _leave_reasoning(self, events: list[SemanticEvent], rest: str | None = None) -> None:
         rest = self._held if rest is None else rest

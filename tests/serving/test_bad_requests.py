@@ -120,28 +120,65 @@ def test_a_chat_stream_says_that_the_engine_refuses(service: Service, name: str)
     goes_on(service)
 
 
-@pytest.mark.parametrize("schema", [NO_TYPE, NO_TARGET], ids=["type", "reference"])
+BAD_SCHEMAS = {"type": NO_TYPE, "reference": NO_TARGET, "circle": {"$ref": "#/properties/city"}}
+BINDING: dict[str, dict[str, Any]] = {
+    "strict": {},
+    "required": {"tool_choice": "required"},
+    "named": {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+}
+
+
+def _bad_parameters(schema: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"city": BAD_SCHEMAS[schema]}, "required": ["city"]}
+
+
+@pytest.mark.parametrize("schema", BAD_SCHEMAS)
+@pytest.mark.parametrize("binding", BINDING)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_strict_tool_whose_schema_cannot_be_followed_is_named(
-    service: Service, schema: dict[str, Any], stream: bool
+def test_a_bound_tool_whose_schema_cannot_be_followed_is_named(
+    service: Service, stream: bool, binding: str, schema: str
 ):
-    parameters = {"type": "object", "properties": {"city": schema}}
-    tools = [_tool("get_weather", parameters=parameters, strict=True)]
-    response = post(service, CHAT, {"tools": tools}, stream=stream)
+    strict = {"strict": True} if binding == "strict" else {}
+    tools = [_tool("get_weather", parameters=_bad_parameters(schema), **strict)]
+    response = post(service, CHAT, {"tools": tools, **BINDING[binding]}, stream=stream)
     assert response.status_code == 400
     assert "get_weather" in response.json()["error"]["message"]
     goes_on(service)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="vLLM answers 500, after xgrammar took the schema: "
-    "https://github.com/vllm-project/vllm/issues/57725",
-)
-def test_a_schema_that_refers_to_itself_alone_is_refused(service: Service):
-    response = post(service, CHAT, {"response_format": _schema({"$ref": "#"})})
-    goes_on(service)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_the_other_apis_name_the_tool_too(service: Service, path: str, stream: bool):
+    parameters = _bad_parameters("type")
+    changes: dict[str, Any] = {
+        "tools": [{"name": "get_weather", "input_schema": parameters}],
+        "tool_choice": {"type": "any"},
+    }
+    if path == RESPONSES:
+        function = {"type": "function", "name": "get_weather", "parameters": parameters}
+        changes = {"tools": [{**function, "strict": True}]}
+    response = post(service, path, changes, stream=stream)
     assert response.status_code == 400
+    assert "get_weather" in response.json()["error"]["message"]
+    goes_on(service)
+
+
+CIRCLE = {"$ref": "#"}
+CIRCLES: dict[str, dict[str, Any]] = {
+    CHAT: {"response_format": _schema(CIRCLE)},
+    RESPONSES: {"text": {"format": {"type": "json_schema", "name": "answer", "schema": CIRCLE}}},
+    MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": CIRCLE}}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", CIRCLES)
+def test_a_schema_that_refers_to_itself_alone_is_refused(service: Service, path: str, stream: bool):
+    """vLLM by itself answers 500: https://github.com/vllm-project/vllm/issues/57725."""
+    response = post(service, path, CIRCLES[path], stream=stream)
+    assert response.status_code == 400
+    assert "lead back to themselves" in response.json()["error"]["message"]
+    goes_on(service)
 
 
 @pytest.mark.xfail(

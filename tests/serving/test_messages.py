@@ -62,6 +62,13 @@ def test_any_forces_a_call(service: Service, name: str):
     confirm(service, message, turn(name))
 
 
+def test_any_without_tools_calls_nothing(service: Service):
+    message = ask(service, turn("sum-direct"), tool_choice={"type": "any"})
+    assert "tool_use" not in {block.type for block in message.content}
+    assert message.stop_reason == "end_turn"
+    confirm(service, message, turn("sum-direct"))
+
+
 def test_a_named_tool_is_forced(service: Service):
     message = ask(service, turn("lagos"), tool_choice={"type": "tool", "name": "get_weather"})
     assert message.content[-1].name == "get_weather"

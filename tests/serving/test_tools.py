@@ -77,6 +77,38 @@ def test_a_forced_call_comes_where_the_model_would_not_call(
         assert answer.reasoning == turn(name).reasoning
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "enum": ["red", "green"]},
+        {"const": "red"},
+        {"type": "string", "pattern": "^#[0-9]{3}$"},
+        {"type": "string", "format": "date"},
+        {"type": "string", "minLength": 3, "maxLength": 3},
+        {"anyOf": [{"enum": ["red"]}, {"type": "null"}]},
+        {"enum": [1, 2]},
+        {"type": "boolean"},
+    ],
+    ids=lambda schema: "-".join(schema),
+)
+def test_a_forced_value_is_as_its_schema_says(service: Service, schema: dict[str, Any]):
+    """White space that a grammar allowed around a text would be part of it."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": _one(schema)}}]
+    choice = {"type": "function", "function": {"name": "f"}}
+    answer = service.ask("sum-direct", tools=tools, tool_choice=choice, max_tokens=200)
+    assert [call.name for call in answer.tool_calls] == ["f"]
+    _validate(answer, tools)
+
+
+@pytest.mark.parametrize("name", ["lagos", "sum", "sum-direct"])
+def test_a_required_answer_has_no_content_beside_its_calls(service: Service, name: str):
+    tools = turn(name).tools or [SIGNAL]
+    request = service.request(name, tools=tools, tool_choice="required", max_tokens=200)
+    (answer,) = whole(service.openai, **request)
+    assert answer.tool_calls
+    assert answer.content is None
+
+
 @pytest.mark.parametrize("name", ["sum", "sum-direct"])
 def test_a_named_call_with_a_free_text_is_the_only_one(service: Service, name: str):
     tools = turn("lagos").tools
@@ -145,6 +177,12 @@ def test_a_loop_sends_back_reasoning_calls_and_results(service: Service, name: s
         service.confirm(answer, one)
         messages.append(answer.message)
         call_ids = [call.id for call in answer.tool_calls]
+
+
+def _one(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of parameters with this one alone."""
+    kept = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    return {**kept, "additionalProperties": False}
 
 
 def _validate(answer: Answer, tools: list[dict[str, Any]]) -> None:
