@@ -116,6 +116,8 @@ def engine(shape: str = "logos", **changes: object) -> SimpleNamespace:
         enable_eplb=False,
         use_ubatching=False,
         enable_ep_weight_filter=False,
+        enable_expert_parallel=False,
+        data_parallel_size=1,
     )
     cache = SimpleNamespace(
         mamba_ssm_cache_dtype="auto", mamba_cache_mode="align", prefix_match_unit=None

@@ -21,6 +21,11 @@ def configure(folder, **arguments):
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide both the 4 Mamba"),
         ({"pipeline_parallel_size": 2}, "the stack runs 2 times per token"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "on a CPU take no heed of which experts a rank holds",
+        ),
+        ({"data_parallel_size": 2}, "cannot gather tokens for experts on a CPU"),
         ({"enable_lora": True}, "merge the adapter into the checkpoint"),
         ({"prefix_match_unit": 32}, "leave it unset"),
         ({"mamba_cache_mode": "all"}, "use align, which is the default"),
@@ -37,6 +42,12 @@ def configure(folder, **arguments):
 def test_what_cannot_work_is_refused_with_a_sentence(checkpoint, arguments, expected):
     with pytest.raises(ValueError, match=expected):
         configure(checkpoint("tiny"), **arguments)
+
+
+def test_batch_invariance_is_refused_before_a_layer_asserts_it(checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="no batch-invariant kernels for Mamba-2; unset it"):
+        configure(checkpoint("tiny"))
 
 
 def test_every_refusal_comes_at_once(checkpoint):

@@ -8,6 +8,8 @@ The in-tree precedent is vllm/model_executor/models/zamba2.py:176-230 (vLLM 0.31
 Source: model.md, forward pass 2.4.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from vllm.config import CacheConfig
@@ -21,6 +23,22 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import QuantizationConfig
 
 from vllm_metis.config import Metis16Config
+
+
+class PassAttention(Attention):
+    """The attention of one pass over its own cache.
+
+    vLLM finishes these after all other layers, when weights were loaded and, unlike the model
+    itself, when they were reloaded (vllm/model_executor/model_loader/reload/layerwise.py): so
+    `after_loading` is where what depends on weights is computed again.
+    """
+
+    after_loading: Callable[[], None] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        if self.after_loading is not None:
+            self.after_loading()
 
 
 class Metis16Attention(nn.Module):
@@ -82,7 +100,7 @@ class Metis16Attention(nn.Module):
         # No quant_config: no release stores KV scales, and one that is quantized would
         # otherwise expect them for every cache layer.
         self.passes = nn.ModuleList(
-            Attention(
+            PassAttention(
                 heads // tp_size,
                 config.head_dim,
                 scale=config.head_dim**-0.5,

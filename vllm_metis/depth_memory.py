@@ -111,10 +111,11 @@ class DepthMemory(nn.Module):
         )
         self.register_buffer("entry_bias", entry_bias, persistent=False)
 
-    def _load_route_weight(self, parameter: nn.Parameter, loaded: torch.Tensor) -> None:
+    def _load_route_weight(self, param: nn.Parameter, loaded: torch.Tensor) -> None:
+        # Named as vLLM's own loaders name it: a reload hands the new parameter over by that name.
         hidden, features = self.hidden_size, self.route_feature_dim
         kept, difference, history = loaded.split([2 * hidden, hidden, features], dim=1)
-        parameter.data.copy_(torch.cat([kept, history, difference], dim=1))
+        param.data.copy_(torch.cat([kept, history, difference], dim=1))
 
     def finalize(self) -> None:
         """Compute the entry bias of each (pass, anchor) from the loaded weights."""

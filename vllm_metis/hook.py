@@ -37,6 +37,9 @@ def tensor_parallel_sizes(config: Metis16Config) -> list[int]:
 
 def refusals(vllm_config: VllmConfig) -> list[str]:
     """Every setting that Metis-1.6 does not support: what was asked for and what to do."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
     config = vllm_config.model_config.hf_config
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     found = []
@@ -60,6 +63,16 @@ def refusals(vllm_config: VllmConfig) -> list[str]:
         found.append("--enable-eplb: expert load balancing is not supported; leave it off")
     if parallel.use_ubatching:
         found.append("--enable-dbo: dual batch overlap is not supported; leave it off")
+    if parallel.enable_expert_parallel and current_platform.is_cpu():
+        found.append(
+            "--enable-expert-parallel: vLLM 0.31's experts on a CPU take no heed of which experts a "
+            "rank holds, and read past them; leave it off"
+        )
+    if parallel.data_parallel_size > 1 and current_platform.is_cpu():
+        found.append(
+            f"data_parallel_size {parallel.data_parallel_size}: vLLM 0.31 cannot gather tokens for "
+            "experts on a CPU; start servers of their own"
+        )
     if parallel.enable_ep_weight_filter:
         found.append(
             "--enable-ep-weight-filter: the load is held against the whole checkpoint, so every "
@@ -79,6 +92,10 @@ def refusals(vllm_config: VllmConfig) -> list[str]:
         found.append(
             f"prefix_match_unit {cache.prefix_match_unit}: prefix hits inside a block give wrong "
             "answers on hybrid models in vLLM 0.31; leave it unset"
+        )
+    if envs.VLLM_BATCH_INVARIANT:
+        found.append(
+            "VLLM_BATCH_INVARIANT: vLLM 0.31 has no batch-invariant kernels for Mamba-2; unset it"
         )
     found += quantization_refusals(config, vllm_config.model_config.quantization)
     return found

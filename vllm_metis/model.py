@@ -41,10 +41,11 @@ from vllm.model_executor.models.interfaces import (
     SupportsQuant,
 )
 from vllm.model_executor.models.utils import maybe_prefix
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from vllm_metis import weights as checkpoint
-from vllm_metis.attention import Metis16Attention
+from vllm_metis.attention import Metis16Attention, PassAttention
 from vllm_metis.config import Metis16Config
 from vllm_metis.depth_memory import Bank, Continuation, DepthMemory, stream_mean
 from vllm_metis.hyper_connections import HyperConnection
@@ -197,6 +198,7 @@ class Metis16ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
         super().__init__()
         config: Metis16Config = vllm_config.model_config.hf_config
         self.config = config
+        self.holds_weights = False
         self.vllm_config = vllm_config
         self.quant_config = vllm_config.quant_config
         self.model = Metis16Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
@@ -206,6 +208,9 @@ class Metis16ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        attentions = [module for module in self.modules() if isinstance(module, PassAttention)]
+        for attention in attentions[-1:]:  # the last one to be finished
+            attention.after_loading = self.process_weights_after_loading
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed_input_ids(input_ids)
@@ -223,8 +228,19 @@ class Metis16ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a whole checkpoint, and fail with every tensor that is left over or missing."""
-        return checkpoint.load(self, weights)
+        """Load a whole checkpoint, and fail with every tensor that is left over or missing.
+
+        Raises:
+            CheckpointError: as `weights.load`; or weights were loaded before, on a CPU.
+        """
+        if self.holds_weights and current_platform.is_cpu():
+            raise checkpoint.CheckpointError(
+                "weights cannot be reloaded on a CPU: vLLM 0.31 packs experts only when they are "
+                "first loaded, so the answers would be wrong; start a new engine"
+            )
+        loaded = checkpoint.load(self, weights)
+        self.holds_weights = True
+        return loaded
 
     def process_weights_after_loading(self) -> None:
         """Compute what depends on weights alone; vLLM calls it after its own post-processing."""
