@@ -88,17 +88,21 @@ def pytest(session: nox.Session, *arguments: str) -> None:
     )
 
 
-def on_card(session: nox.Session, *command: str) -> None:
-    """Run Python on this machine's card; an error without one, never a skip.
+def on_card(session: nox.Session, *command: str, cards: int = 1) -> None:
+    """Run Python on this machine's cards; an error with fewer than needed, never a skip.
 
     The interpreter is nox's own, beside the vLLM that serves there. With METIS_WHEEL set, the
     wheel in that folder is what is tested, and not the checkout.
     """
-    probe = "import torch, vllm; print(torch.cuda.get_device_name(), 'vLLM', vllm.__version__)"
+    probe = (
+        "import torch, vllm; n = torch.cuda.device_count(); "
+        f"assert n >= {cards}, f'{{n}} of {cards} CUDA devices'; "
+        "print(n, torch.cuda.get_device_name(), 'vLLM', vllm.__version__)"
+    )
     found = subprocess.run([PYTHON, "-c", probe], capture_output=True, text=True, check=False)
     if found.returncode:
         session.error(
-            f"this session needs a CUDA device and vLLM 0.31 for {PYTHON} "
+            f"this session needs {cards} CUDA device(s) and vLLM 0.31 for {PYTHON} "
             f"(METIS_PYTHON names another): {found.stderr.strip().splitlines()[-1]}"
         )
     session.log(found.stdout.strip())
@@ -226,3 +230,21 @@ def real_smoke(session: nox.Session) -> None:
 def speed(session: nox.Session) -> None:
     """Time the published shapes on this card, beside the limit that its memory sets."""
     on_card(session, "-m", "pytest", "matrices/speed.yaml")
+
+
+@nox.session(tags=["gpu"], default=False, venv_backend="none")
+def features(session: nox.Session) -> None:
+    """Try on this card what vLLM offers beside the plain run: it works, or is refused in words."""
+    on_card(session, "-m", "pytest", "matrices/features.yaml")
+
+
+@nox.session(tags=["gpu"], default=False, venv_backend="none")
+def two_gpus(session: nox.Session) -> None:
+    """Split the model over two cards, and serve a replica on each; an error with fewer than two."""
+    on_card(session, "-m", "pytest", "matrices/two_gpus.yaml", "matrices/replicas.yaml", cards=2)
+
+
+@nox.session(tags=["gpu"], default=False, venv_backend="none")
+def soak(session: nox.Session) -> None:
+    """Hold ten minutes of mixed traffic on this card against the answers given alone."""
+    on_card(session, "-m", "pytest", "matrices/soak.yaml")

@@ -100,13 +100,20 @@ def connect(base_url: str) -> openai.OpenAI:
     )
 
 
+def connect_async(base_url: str) -> openai.AsyncOpenAI:
+    """Return a client like that of `connect`, for up to a thousand requests at once."""
+    return openai.AsyncOpenAI(
+        base_url=f"{base_url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=TIMEOUT_S,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+    )
+
+
 def whole(client: openai.OpenAI, **request: Any) -> list[Answer]:
     """Ask for a chat completion and return its choices, by index."""
-    completion = client.chat.completions.create(stream=False, **request)
-    return [
-        _answer(choice, completion.usage)
-        for choice in sorted(completion.choices, key=lambda choice: choice.index)
-    ]
+    return answers(client.chat.completions.create(stream=False, **request))
 
 
 def streamed(client: openai.OpenAI, **request: Any) -> list[Answer]:
@@ -115,17 +122,48 @@ def streamed(client: openai.OpenAI, **request: Any) -> list[Answer]:
     Raises:
         ProtocolError: no client could have put them together.
     """
-    answers: dict[int, Answer] = {}
-    usage = None
+    assembly = Assembly()
     for chunk in client.chat.completions.create(stream=True, **request):
-        usage = chunk.usage or usage
+        assembly.add(chunk)
+    return assembly.answers()
+
+
+def answers(completion: Any) -> list[Answer]:
+    """Return the choices of a chat completion, by index."""
+    return [
+        _answer(choice, completion.usage)
+        for choice in sorted(completion.choices, key=lambda choice: choice.index)
+    ]
+
+
+class Assembly:
+    """Puts a streamed chat completion together, piece by piece."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, Answer] = {}
+        self._usage: Any = None
+
+    def add(self, chunk: Any) -> None:
+        """Take the next piece.
+
+        Raises:
+            ProtocolError: no client could put it where it belongs.
+        """
+        self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
-            _add(answers.setdefault(choice.index, Answer()), choice)
-    for index, answer in answers.items():
-        if answer.finish_reason is None:
-            raise ProtocolError(f"choice {index} ended without a finish_reason")
-        answer.usage = usage
-    return [answers[index] for index in sorted(answers)]
+            _add(self._answers.setdefault(choice.index, Answer()), choice)
+
+    def answers(self) -> list[Answer]:
+        """Return the choices, by index, once the stream has ended.
+
+        Raises:
+            ProtocolError: one of them had no end.
+        """
+        for index, answer in self._answers.items():
+            if answer.finish_reason is None:
+                raise ProtocolError(f"choice {index} ended without a finish_reason")
+            answer.usage = self._usage
+        return [self._answers[index] for index in sorted(self._answers)]
 
 
 def _answer(choice: Any, usage: Any) -> Answer:

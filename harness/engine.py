@@ -120,11 +120,46 @@ def _observe(
     requests: list[RequestObservation] = []
     for number, round_ in enumerate(settings["workload"]["rounds"]):
         recorder.round = number
+        if "before" in round_:
+            _BEFORE[round_["before"]](engine)
         for batch in _batches(round_):
             requests += _run_batch(engine, number, batch, settings["sampling"], token_ids)
     return EngineObservation(
         facts=facts, requests=requests, steps=recorder.steps, run_s=time.monotonic() - started
     )
+
+
+def _sleep(engine: LLMEngine) -> None:
+    """Move the weights off the card and back; caches are given up."""
+    engine.sleep(level=1)
+    engine.wake_up()
+
+
+def _sleep_deeply(engine: LLMEngine) -> None:
+    """Give the weights up too, and read them anew."""
+    engine.sleep(level=2)
+    engine.wake_up(tags=["weights"])
+    engine.collective_rpc("reload_weights")
+    engine.wake_up(tags=["kv_cache"])
+
+
+def _reload(engine: LLMEngine) -> None:
+    """Read the weights anew over ruins, so that what is not read shows in the answers."""
+    engine.collective_rpc(_spoil)
+    engine.collective_rpc("reload_weights")
+
+
+_BEFORE = {"sleep": _sleep, "sleep_deeply": _sleep_deeply, "reload": _reload}
+
+
+def _spoil(worker: Any) -> None:
+    """On a worker: set to zero every parameter, and every buffer that the plugin computes of them."""
+    for module in worker.get_model().modules():
+        own = list(module.parameters(recurse=False))
+        if type(module).__module__.startswith("vllm_metis."):
+            own += module.buffers(recurse=False)
+        for tensor in own:
+            tensor.data.zero_()
 
 
 def _batches(round_: dict[str, Any]) -> Iterator[list[tuple[int, str, int]]]:
@@ -227,6 +262,7 @@ def _facts(engine: LLMEngine) -> EngineFacts:
         cudagraph_mode=_enum(compilation.cudagraph_mode),
         cudagraph_capture_sizes=list(compilation.cudagraph_capture_sizes or []),
         tensor_parallel_size=parallel.tensor_parallel_size,
+        enable_expert_parallel=parallel.enable_expert_parallel,
         attention_backends=sorted(layers.pop("backend")),
         cache_tensor_dtypes={name: sorted(values) for name, values in layers.items()},
         device=current_platform.get_device_name(),

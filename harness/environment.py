@@ -60,6 +60,7 @@ _NOT_EVIDENCE = {
     "golden.py",
     "judge.py",
     "judge_measured.py",
+    "judge_soak.py",
     "list_cells.py",
     "loaded_weights.py",
     "matrix.py",
@@ -131,6 +132,12 @@ def card_name(environment: dict[str, Any]) -> str:
     if not environment["cards"]:
         return "cpu"
     return "-".join(str(environment["cards"][0]["name"]).lower().split())
+
+
+def cards_memory_bytes() -> int | None:
+    """Memory in use on all cards, whoever uses it; None without a card."""
+    rows = _nvidia_smi("--query-gpu=memory.used")
+    return sum(int(mib) for (mib,) in rows) * 2**20 if rows else None
 
 
 def _versions() -> dict[str, str]:

@@ -25,6 +25,7 @@ _HEADLINES = (
     "prompt_logprob_error_max",
     "parser_faults",
     "answer_faults",
+    "different_answers",
     "decode_tok_s",
     "prefill_tok_s",
 )

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from harness import judge_measured, metrics, reach, records, tolerance
+from harness import judge_measured, judge_soak, metrics, reach, records, tolerance
 from harness.explain import describe, table
 from harness.measurements import (
     PromptLogprobs,
     PromptObservation,
     ServedObservation,
+    SoakObservation,
     SpeedObservation,
     TimingObservation,
 )
@@ -70,6 +71,8 @@ def judge(record: Record) -> Verdict:
         return judge_measured.judge_timing(record.observation, record.settings["smoke"])
     if isinstance(record.observation, SpeedObservation):
         return judge_measured.judge_speed(record.observation, record.settings)
+    if isinstance(record.observation, SoakObservation):
+        return judge_soak.judge_soak(record.observation, record.settings["soak"])
     if record.observation is None:
         return Verdict(verdict="error", reasons=["the record holds no observation"])
     facts = reach.check(record.settings, record.observation)

@@ -65,6 +65,24 @@ _REQUIRED = {
         ),
         "timeout": ("start_s", "cell_s"),
     },
+    "soak": {
+        "checkpoint": ("shape", "dtype", "seed", "taught", "quantize"),
+        "engine": ("args", "env"),
+        "soak": (
+            "seed",
+            "duration_s",
+            "concurrency",
+            "pause_s",
+            "distinct",
+            "max_tokens",
+            "streamed",
+            "mix",
+            "sample_s",
+            "at_least",
+            "limits",
+        ),
+        "timeout": ("start_s", "cell_s"),
+    },
 }
 # What a smoke cell's check needs beside.
 _CHECK_KEYS = {
@@ -317,6 +335,8 @@ def _gaps(kind: str, settings: Settings) -> Iterator[str]:
         for name in inner:
             if name not in settings[key]:
                 yield f"`{key}.{name}` is missing"
+    if kind == "soak" and "max_model_len" not in settings.get("engine", {}).get("args", {}):
+        yield "`engine.args.max_model_len` is missing"
     smoke = settings.get("smoke", {})
     for name in _CHECK_KEYS.get(smoke.get("check"), ()):
         if name not in smoke:

@@ -57,6 +57,19 @@ METRICS = {
     "cached_tokens": Metric("tokens", "none", 1.0, 0.0),
     "parser_faults": Metric("cases", "lower", 1.0, 0.0),
     "answer_faults": Metric("answers", "lower", 1.0, 0.0),
+    "different_answers": Metric("", "lower", 1.0, 0.0),
+    "soak_errors": Metric("", "lower", 1.0, 0.0),
+    "orphans": Metric("", "lower", 1.0, 0.0),
+    "rss_growth": Metric("", "lower", 1.05, 0.01),
+    "card_growth": Metric("", "lower", 1.05, 0.01),
+    "ttft_growth": Metric("", "none", 1.0, 0.0),
+    "itl_growth": Metric("", "none", 1.0, 0.0),
+    "completed": Metric("answers", "none", 1.0, 0.0),
+    "in_flight": Metric("requests", "none", 1.0, 0.0),
+    "preemptions": Metric("", "none", 1.0, 0.0),
+    "served_tok_s": Metric("tokens/s", "higher", 1.25, 5.0),
+    "ttft_p99_ms": Metric("ms", "lower", 1.5, 50.0),
+    "itl_p99_ms": Metric("ms", "lower", 1.5, 10.0),
     "ttft_ms": Metric("ms", "lower", 1.25, 5.0),
     "tpot_ms": Metric("ms", "lower", 1.1, 0.5),
     "decode_tok_s": Metric("tokens/s", "higher", 1.1, 5.0),
@@ -68,7 +81,17 @@ METRICS = {
     "copy_tb_s": Metric("TB/s", "none", 1.0, 0.0),
 }
 # What only a machine of the same kind repeats.
-TIMES = ("ttft_ms", "tpot_ms", "decode_tok_s", "prefill_tok_s", "memory_gib", "startup_s")
+TIMES = (
+    "ttft_ms",
+    "tpot_ms",
+    "decode_tok_s",
+    "prefill_tok_s",
+    "served_tok_s",
+    "ttft_p99_ms",
+    "itl_p99_ms",
+    "memory_gib",
+    "startup_s",
+)
 
 
 def logprob_error(reference: Numbers, candidate: Numbers) -> Array:

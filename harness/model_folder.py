@@ -7,8 +7,10 @@ A fingerprint reads headers, sizes and samples, so that 20 GB of weights cost no
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 MODEL_VARIABLE = "METIS_MODEL_DIR"
 
@@ -36,6 +38,19 @@ def model_folder(named: str | os.PathLike[str] | None, how_to_name: str) -> Path
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} is no checkpoint: expected config.json and *.safetensors")
     return folder
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a checkpoint."""
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return values
+
+
+def vocab_size(folder: Path) -> int:
+    """Return the size of a checkpoint's vocabulary."""
+    from vllm_metis.config import Metis16Config  # knows every spelling of the key
+
+    return int(Metis16Config(**configuration(folder)).vocab_size)
 
 
 def fingerprint(folder: Path) -> str:

@@ -21,6 +21,8 @@ _RESOLVED = (  # engine arguments whose resolved value is part of the claim when
     "max_num_seqs",
     "enable_prefix_caching",
     "tensor_parallel_size",
+    "enable_expert_parallel",
+    "async_scheduling",
     "enforce_eager",
 )
 

@@ -9,11 +9,9 @@ their times, as clients see them.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,14 +22,18 @@ from harness import job_loop, served
 from harness.corpus import FIRST_ORDINARY_TOKEN
 from harness.matrix import digest
 from harness.measurements import PromptObservation, ServedObservation, TimingObservation
-from harness.model_folder import fingerprint
+from harness.model_folder import configuration, fingerprint, vocab_size
 from harness.records import Corpus, Reference
-from harness.server import CPU_ARGUMENTS, METIS_ARGUMENTS, Server, serve_command
+from harness.server import (
+    CPU_ARGUMENTS,
+    METIS_ARGUMENTS,
+    WITH_PARENT,
+    Server,
+    flags,
+    serve_command,
+)
 
 _TOP = 20  # likeliest tokens of a position
-
-# The kernel stops the server when this process ends, however it ends.
-_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM", "--")
 
 
 class Evidence(BaseModel):
@@ -63,7 +65,7 @@ def _build_engine(config: dict[str, Any]) -> tuple[dict[str, Any], job_loop.Hand
 
     stored = StoredLogits(file)
     # The logits of a quantized checkpoint are those of the one that it was made of.
-    quantized = "quantization_config" in _configuration(folder)
+    quantized = "quantization_config" in configuration(folder)
     if not quantized and stored.model != fingerprint(folder):
         raise LogitsError(f"{file} holds the logits of another checkpoint than {folder}")
     from harness.own_engine import OwnEngine
@@ -93,14 +95,14 @@ def _build_server(config: dict[str, Any]) -> tuple[dict[str, Any], job_loop.Hand
     server = Server(
         folder,
         Path(config["server_log"]),
-        (*arguments, *_flags(settings["engine"]["args"])),
+        (*arguments, *flags(settings["engine"]["args"])),
         environment={},  # this process has it
-        command=(*_WITH_PARENT, *serve_command()),
+        command=(*WITH_PARENT, *serve_command()),
         start_s=settings["timeout"]["start_s"],
     )
     server.__enter__()  # it is left by the end of this process
     service = served.Service(server.base_url, server.model)
-    vocab_size = _vocab_size(folder)
+    size = vocab_size(folder)
 
     def handle(job: dict[str, Any]) -> BaseModel:
         smoke = job["settings"]["smoke"]
@@ -109,33 +111,12 @@ def _build_server(config: dict[str, Any]) -> tuple[dict[str, Any], job_loop.Hand
             return Evidence(observation=service.answer(chats, smoke["max_tokens"]))
         draw = Random(smoke["seed"])
         rounds = [
-            [_random_ids(draw, smoke["prompt_tokens"], vocab_size) for _ in range(smoke["streams"])]
+            [_random_ids(draw, smoke["prompt_tokens"], size) for _ in range(smoke["streams"])]
             for _ in range(smoke["rounds"])
         ]
         return Evidence(observation=service.hold_streams(rounds, smoke["max_tokens"]))
 
     return {}, handle
-
-
-def _flags(args: Mapping[str, Any]) -> list[str]:
-    """EngineArgs as options of `vllm serve`; one that is False is left out."""
-    flags = []
-    for name, value in args.items():
-        option = f"--{name.replace('_', '-')}"
-        if value is not False:
-            flags.append(option if value is True else f"{option}={value}")
-    return flags
-
-
-def _vocab_size(folder: Path) -> int:
-    from vllm_metis.config import Metis16Config  # knows every spelling of the key
-
-    return int(Metis16Config(**_configuration(folder)).vocab_size)
-
-
-def _configuration(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return values
 
 
 def _random_ids(draw: Random, length: int, vocab_size: int) -> list[int]:

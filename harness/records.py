@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from harness.measurements import (
     PromptObservation,
     ServedObservation,
+    SoakObservation,
     SpeedObservation,
     TimingObservation,
 )
@@ -68,6 +69,7 @@ class EngineFacts(_Model):
     cudagraph_mode: str
     cudagraph_capture_sizes: list[int]
     tensor_parallel_size: int
+    enable_expert_parallel: bool = False
     attention_backends: list[str]
     # "attention", "conv", "ssm" to the dtypes of the tensors that were allocated.
     cache_tensor_dtypes: dict[str, list[str]]
@@ -132,7 +134,8 @@ Observation = Annotated[
     | PromptObservation
     | ServedObservation
     | TimingObservation
-    | SpeedObservation,
+    | SpeedObservation
+    | SoakObservation,
     Field(discriminator="kind"),
 ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures that no budget decides, side by side: times, speeds and what bounds them.
+"""Figures side by side that are read across cells: times, speeds, what bounds them, and soaks.
 
 Parity is read cell by cell, speed across cells, so a report gives it a table of its own, and each
 profiled cell a table of kernels.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.explain import number
-from harness.measurements import SpeedObservation
+from harness.measurements import SoakObservation, SpeedObservation
 from harness.metrics import METRICS
 from harness.records import Record
 
@@ -25,7 +25,10 @@ def figure_table(found: Sequence[Record]) -> Table | None:
         for record in found
         if record.verdict
         and record.verdict.findings
-        and all(finding.budget is None for finding in record.verdict.findings)
+        and (
+            isinstance(record.observation, SoakObservation)
+            or all(finding.budget is None for finding in record.verdict.findings)
+        )
     }
     metrics = [name for name in METRICS if any(name in figures for figures in measured.values())]
     if not metrics:

@@ -11,15 +11,14 @@ again for the next one.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from harness import corpus, environment, records
 from harness.judge import judge
@@ -33,8 +32,8 @@ from harness.records import (
     Observation,
     Record,
     Reference,
-    RequestScores,
 )
+from harness.reference_child import ReferenceChild
 from harness.server import CPU_ENVIRONMENT
 from harness.worker import Worker, WorkerError
 
@@ -50,28 +49,10 @@ CHILDREN = {
     "parser": (sys.executable, "-m", "harness.replay_cells"),
     "smoke": (sys.executable, "-m", "harness.real_smoke"),
     "speed": (sys.executable, "-m", "harness.speed"),
+    "soak": (sys.executable, "-m", "harness.soak"),
     "reference": (sys.executable, "-m", "harness.scorer"),
 }
-_REFERENCE_START_S = 120.0
-_REFERENCE_JOB_S = 600.0  # building a taught checkpoint is the longest job
 _LOGS = "logs"
-
-_Reply = TypeVar("_Reply", bound=BaseModel)
-
-
-class _Checkpoint(BaseModel):
-    served: str
-    source: str
-    sha256: str
-    vocab_size: int
-
-
-class _Rendering(BaseModel):
-    token_ids: list[int]
-
-
-class _Scored(BaseModel):
-    scores: list[RequestScores]
 
 
 class _Measured(BaseModel):
@@ -119,9 +100,9 @@ class CellRunner:
         self._environment = environment.gather()
         self._versions = environment.versions_sha256(self._environment)
         self._groups: dict[str, _Group] = {}
-        self._reference: Worker | None = None
-        self._checkpoints: dict[str, _Checkpoint] = {}
-        self._renderings: dict[str, list[int]] = {}
+        self._reference = ReferenceChild(
+            self._children["reference"], self._folder / "cache", self._folder / _LOGS, self._env
+        )
 
     def open(self, cells: Sequence[str], started: str, matrix_path: str) -> None:
         """Write the header that names the cells to expect; a resumed run keeps those it had."""
@@ -168,6 +149,7 @@ class CellRunner:
                 "parser": self._run_parser,
                 "smoke": self._run_measured,
                 "speed": self._run_measured,
+                "soak": self._run_measured,
             }
             run_kind[self._matrix.kind](cell, evidence, timings)
         except WorkerError as error:
@@ -208,13 +190,11 @@ class CellRunner:
         """Stop every child."""
         for name in list(self._groups):
             self.finish_group(name)
-        if self._reference is not None:
-            self._reference.stop()
-            self._reference = None
+        self._reference.stop()
 
     def _run_parity(self, cell: Cell, evidence: dict[str, Any], timings: dict[str, float]) -> None:
         settings = cell.settings
-        checkpoint = self._checkpoint(settings["checkpoint"])
+        checkpoint = self._reference.checkpoint(settings["checkpoint"])
         config = {"model": checkpoint.served, "args": settings["engine"]["args"]}
         group = self._group(cell, config, timings)
         assert group.worker is not None
@@ -224,7 +204,7 @@ class CellRunner:
             block_size=group.facts["block_size"],
             vocab_size=checkpoint.vocab_size,
             longest=group.facts["max_model_len"] - settings["sampling"]["max_tokens"],
-            render=lambda chat: self._render(checkpoint.source, chat),
+            render=lambda chat: self._reference.render(checkpoint.source, chat),
         )
         evidence["corpus"] = frozen
         job = {"settings": settings, "token_ids": frozen.token_ids}
@@ -235,11 +215,13 @@ class CellRunner:
             )
         evidence["observation"] = observation
         began = time.monotonic()
-        evidence["reference"] = self._score(settings["precision"], checkpoint, frozen, observation)
+        evidence["reference"] = self._reference.score(
+            settings["precision"], checkpoint, frozen, observation
+        )
         timings["reference"] = time.monotonic() - began
 
     def _run_parser(self, cell: Cell, evidence: dict[str, Any], timings: dict[str, float]) -> None:
-        checkpoint = self._checkpoint(cell.settings["checkpoint"])
+        checkpoint = self._reference.checkpoint(cell.settings["checkpoint"])
         group = self._group(cell, {"model": checkpoint.served}, timings)
         assert group.worker is not None
         job = {"settings": cell.settings}
@@ -250,25 +232,26 @@ class CellRunner:
     def _run_measured(
         self, cell: Cell, evidence: dict[str, Any], timings: dict[str, float]
     ) -> None:
-        """Run a smoke or speed cell: its child gives all evidence at once."""
+        """Run a cell whose child gives all evidence at once."""
         settings = cell.settings
         group = self._group(cell, self._measured_config(cell), timings)
         assert group.worker is not None
         prompts = {name: self._matrix.prompts[name] for name in prompt_names(settings)}
         out = self._folder / _LOGS / f"{cell.id}.evidence.json"
         job = {"settings": settings, "prompts": prompts}
-        text = group.worker.run(job, out, settings["timeout"]["cell_s"])
-        reply = self._validated(_Measured, text, group.worker, out)
-        out.unlink()  # the record holds it from here on
+        reply: _Measured = group.worker.ask(job, out, settings["timeout"]["cell_s"], _Measured)
         evidence |= {name: getattr(reply, name) for name in _Measured.model_fields}
 
     def _measured_config(self, cell: Cell) -> dict[str, Any]:
         cache = self._folder / "cache"
+        model: object = self._model
+        if self._matrix.kind == "soak":
+            model = self._reference.checkpoint(cell.settings["checkpoint"]).served
         stored = cache / f"logits-{self._fingerprint}.safetensors"
         return {
             "settings": cell.settings,
             "on_card": bool(self._environment["cards"]),
-            "model": str(self._model),
+            "model": str(model),
             "logits": str(self._logits or stored),
             "matrix": str(self._matrix.path.resolve()),
             "cache": str(cache),
@@ -282,7 +265,7 @@ class CellRunner:
             raise group.refused
         if group.worker is None or not group.worker.running:
             # A matrix of one's own checkpoints says for which machine it is; these run on any.
-            any_machine = self._matrix.kind in ("smoke", "speed")
+            any_machine = self._matrix.kind in ("smoke", "speed", "soak")
             for_cpu = CPU_ENVIRONMENT if any_machine and not self._environment["cards"] else {}
             group.worker = Worker(
                 self._children[self._matrix.kind],
@@ -304,85 +287,8 @@ class CellRunner:
         self, worker: Worker, job: dict[str, Any], cell: Cell, timeout_s: float
     ) -> Observation:
         out = self._folder / _LOGS / f"{cell.id}.observation.json"
-        text = worker.run(job, out, timeout_s)
-        try:
-            observation: Observation = TypeAdapter(Observation).validate_json(text)
-        except ValidationError as error:
-            raise self._garbage(worker, out, error) from error
-        out.unlink()  # the record holds it from here on
+        observation: Observation = worker.ask(job, out, timeout_s, Observation)
         return observation
-
-    def _ask(self, job: dict[str, Any], model: type[_Reply]) -> _Reply:
-        """Have the reference child do something."""
-        if self._reference is None or not self._reference.running:
-            self._reference = Worker(
-                self._children["reference"],
-                {"cache": str(self._folder / "cache")},
-                self._folder / _LOGS,
-                f"reference-{os.getpid()}",
-                {**self._env, "CUDA_VISIBLE_DEVICES": ""},
-            )
-            self._reference.start(_REFERENCE_START_S)
-        out = self._folder / _LOGS / f"reference-{os.getpid()}.reply.json"
-        text = self._reference.run(job, out, _REFERENCE_JOB_S)
-        return self._validated(model, text, self._reference, out)
-
-    def _validated(self, model: type[_Reply], text: str, worker: Worker, out: Path) -> _Reply:
-        try:
-            return model.model_validate_json(text)
-        except ValidationError as error:
-            raise self._garbage(worker, out, error) from error
-
-    def _garbage(self, worker: Worker, out: Path, error: ValidationError) -> WorkerError:
-        worker.kill()
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        message = (
-            f"{out.name}: {error.error_count()} faults, "
-            f"the first at {place or 'the top'}: {first['msg']}"
-        )
-        return WorkerError("garbage", message, worker.tail())
-
-    def _checkpoint(self, wanted: dict[str, Any]) -> _Checkpoint:
-        key = digest(wanted)
-        if key not in self._checkpoints:
-            self._checkpoints[key] = self._ask(
-                {"do": "checkpoint", "checkpoint": wanted}, _Checkpoint
-            )
-        return self._checkpoints[key]
-
-    def _render(self, folder: str, chat: dict[str, Any]) -> list[int]:
-        key = digest([folder, chat])
-        if key not in self._renderings:
-            job = {"do": "render", "folder": folder, "chat": chat}
-            self._renderings[key] = self._ask(job, _Rendering).token_ids
-        return self._renderings[key]
-
-    def _score(
-        self,
-        precision: str,
-        checkpoint: _Checkpoint,
-        frozen: Corpus,
-        observation: EngineObservation,
-    ) -> Reference:
-        sequences = [
-            {
-                "prompt_token_ids": frozen.token_ids[request.prompt],
-                "token_ids": request.token_ids,
-                "top_token_ids": request.top_token_ids,
-            }
-            for request in observation.requests
-        ]
-
-        job = {
-            "do": "score",
-            "folder": checkpoint.source,
-            "sha256": checkpoint.sha256,
-            "precision": precision,
-            "sequences": sequences,
-        }
-        scores = self._ask(job, _Scored).scores
-        return Reference(checkpoint_sha256=checkpoint.sha256, requests=scores)
 
     def _identity(self, cell: Cell) -> Identity:
         sha256 = digest([cell.sha256, self._fingerprint]) if self._fingerprint else cell.sha256
@@ -390,7 +296,7 @@ class CellRunner:
 
     def _seeds(self, cell: Cell) -> dict[str, int]:
         seeds = {"PYTHONHASHSEED": 0}
-        for name in ("checkpoint", "smoke", "speed"):
+        for name in ("checkpoint", "smoke", "speed", "soak"):
             if "seed" in cell.settings.get(name, {}):
                 seeds[name] = cell.settings[name]["seed"]
         for name in prompt_names(cell.settings):

@@ -8,6 +8,7 @@ and writes to a log whose end is in every error.
 import contextlib
 import http.client
 import importlib.metadata
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from typing_extensions import Self
 
@@ -47,6 +49,8 @@ METIS_ARGUMENTS = (
     "--tool-call-parser=metis",
     "--enable-prompt-tokens-details",
 )
+WITH_PARENT = ("setpriv", "--pdeathsig", "TERM", "--")
+"""Before a command: the kernel stops it when the process that started it ends, however it ends."""
 
 
 class ServerError(RuntimeError):
@@ -64,6 +68,19 @@ def serve_command() -> list[str]:
     except importlib.metadata.PackageNotFoundError:
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+
+
+def flags(args: Mapping[str, Any]) -> list[str]:
+    """Return EngineArgs as options of `vllm serve`."""
+    found = []
+    for name, value in args.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else value
+            found.append(f"--{option}={text}")
+    return found
 
 
 def free_port() -> int:
@@ -158,20 +175,47 @@ class Server:
         finally:
             connection.close()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs, healthy or not."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is its group's too.
+
+        Raises:
+            RuntimeError: it does not run.
+        """
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        return self._process.pid
+
+    def ask_to_stop(self) -> bool:
+        """Send SIGTERM to the server's process group; return whether the server ended in time.
+
+        What it leaves behind can be looked at before `stop` removes it.
+        """
+        if self._process is None or self._process.poll() is not None:
+            return True
+        _signal(self._process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        return self._process.poll() is not None
+
     def tail(self) -> str:
         """Return the end of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
     def stop(self) -> None:
         """Stop the server and every process that it started; one that has stopped stays so."""
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
         try:
-            _signal(process, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
+            self.ask_to_stop()
         finally:
+            self._process = None
             _signal(process, signal.SIGKILL)
             process.wait()
 

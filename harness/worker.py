@@ -17,7 +17,9 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from harness.job_loop import REPLY_FD
 from harness.records import FailureKind, write_atomic
@@ -29,6 +31,8 @@ _FAREWELL_S = 20.0
 # How often a silent child is looked at: one killed from outside may leave its pipe open in a
 # process that it forked, so the pipe's end alone does not tell.
 _LOOK_S = 0.5
+
+_Reply = TypeVar("_Reply")
 
 
 class WorkerError(RuntimeError):
@@ -136,6 +140,29 @@ class Worker:
             raise self._lost(
                 "garbage", f"{out.name} was announced but cannot be read: {error}"
             ) from error
+
+    def ask(
+        self, job: Mapping[str, Any], out: Path, timeout_s: float, model: type[_Reply] | Any
+    ) -> _Reply:
+        """Have one job done and return its answer as `model`, any type that pydantic validates.
+
+        Raises:
+            WorkerError: as `run`, and garbage where the answer is of another form; the child is
+            gone and `out` left to look at.
+        """
+        text = self.run(job, out, timeout_s)
+        try:
+            reply: _Reply = TypeAdapter(model).validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise self._lost(
+                "garbage",
+                f"{out.name}: {error.error_count()} faults, "
+                f"the first at {place or 'the top'}: {first['msg']}",
+            ) from error
+        out.unlink()
+        return reply
 
     def stop(self) -> None:
         """Say farewell to an idle child and wait; kill what is left of the process group."""

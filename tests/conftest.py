@@ -2,6 +2,7 @@
 """Fixtures shared by the tests: checkpoints are written once per run, whatever the workers."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,23 @@ def _environment_kept() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(found)
+
+
+@pytest.fixture(autouse=True)
+def _checkpoints_bring_their_own_code() -> Iterator[None]:
+    """Undo what would take the place of a checkpoint's own code in later tests of this process.
+
+    That is vLLM's registration of the plugin's configuration class with Transformers, and code that
+    Transformers imported from another checkpoint and folder.
+    """
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
+    auto = sys.modules.get("transformers.models.auto.configuration_auto")
+    if auto is not None:
+        auto.CONFIG_MAPPING._extra_content.pop("metis16", None)
 
 
 @pytest.fixture(scope="session")

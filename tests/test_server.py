@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness import server
-from harness.server import Server, ServerError, serve_command
+from harness.server import Server, ServerError, flags, serve_command
 
 FAKE = Path(__file__).with_name("fake_server.py")
 LONGEST_S = 30
@@ -110,6 +110,26 @@ def test_a_server_that_is_never_ready_is_reported_and_gone(witness: Witness):
     with pytest.raises(ServerError, match=r"not ready after 1 s; end of .*log:\nloading"), late:
         pass
     assert witness.all_gone()
+
+
+def test_arguments_of_the_engine_become_options_of_the_server():
+    args = {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False}
+    assert flags(args | {"compilation_config": {"cudagraph_mode": "FULL"}}) == [
+        "--max-model-len=64",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        '--compilation-config={"cudagraph_mode": "FULL"}',
+    ]
+
+
+def test_a_server_can_be_asked_to_stop_and_watched(witness: Witness):
+    with witness.server("serve") as running:
+        assert running.alive
+        assert os.getpgid(running.pid) == running.pid
+        assert running.ask_to_stop()
+        assert not running.alive
+    with pytest.raises(RuntimeError, match="not running"):
+        _ = running.pid
 
 
 def test_the_command_is_vllms_own_or_what_stands_for_it(monkeypatch: pytest.MonkeyPatch):
