@@ -82,11 +82,12 @@ class Scorer:
             if not source.exists():
                 write_checkpoint(source, **plain)
         served = source
-        if wanted["quantize"] == "fp8":
-            served = source.with_name(f"{source.name}-fp8")
+        if wanted["quantize"] != "none":
+            served = source.with_name(f"{source.name}-{wanted['quantize']}")
             with FileLock(f"{served}.lock"):
                 if not served.exists():
-                    quantize_checkpoint(source, served)
+                    with_out_proj = wanted["quantize"] == "fp8_with_out_proj"
+                    quantize_checkpoint(source, served, with_out_proj)
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         return CheckpointReply(
             served=str(served),

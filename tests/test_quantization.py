@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from harness.__main__ import main
 from harness.quantize import FP8, FP8_MAX, quantize, quantize_checkpoint
+from harness.scorer import Scorer
 from tests.meta import faults_of, headers
 from vllm_metis.quantization import QuantizationError, describe_to_vllm, stored_dtypes
 from vllm_metis.weights import dequantized
@@ -108,6 +109,18 @@ def test_vllm_is_told_the_modules_whose_weights_are_not_float8(
     found = describe_to_vllm(SCHEME, dtypes(tmp_path / "fp8"), dequantize_experts=False)
     mamba = [f"model.layers.{i}.mixer.mamba.out_proj" for i in (0, 2, 3, 5)]
     assert found["ignore"] == ([] if with_out_proj else mamba)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "out_proj"),
+    [("none", "float32"), ("fp8", "float32"), ("fp8_with_out_proj", "float8_e4m3fn")],
+)
+def test_a_cell_is_served_the_quantization_that_it_names(tmp_path, wanted, out_proj):
+    cell = {"shape": "tiny", "dtype": "float32", "seed": 1, "taught": False, "quantize": wanted}
+    reply = Scorer(tmp_path).handle({"do": "checkpoint", "checkpoint": cell})
+    found = dtypes(Path(reply.served))
+    assert {d for name, d in found.items() if name.endswith("out_proj.weight")} == {out_proj}
+    assert ("float8_e4m3fn" in found.values()) == (wanted != "none")
 
 
 def test_experts_of_one_layer_may_be_left_unquantized():
