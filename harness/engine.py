@@ -145,14 +145,14 @@ def _sleep_deeply(engine: LLMEngine) -> None:
 
 def _reload(engine: LLMEngine) -> None:
     """Read the weights anew over ruins, so that what is not read shows in the answers."""
-    engine.collective_rpc(_spoil)
+    engine.collective_rpc(spoil)
     engine.collective_rpc("reload_weights")
 
 
 _BEFORE = {"sleep": _sleep, "sleep_deeply": _sleep_deeply, "reload": _reload}
 
 
-def _spoil(worker: Any) -> None:
+def spoil(worker: Any) -> None:
     """On a worker: set to zero every parameter, and every buffer that the plugin computes of them."""
     for module in worker.get_model().modules():
         own = list(module.parameters(recurse=False))

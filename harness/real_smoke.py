@@ -24,14 +24,7 @@ from harness.matrix import digest
 from harness.measurements import PromptObservation, ServedObservation, TimingObservation
 from harness.model_folder import configuration, fingerprint, vocab_size
 from harness.records import Corpus, Reference
-from harness.server import (
-    CPU_ARGUMENTS,
-    METIS_ARGUMENTS,
-    WITH_PARENT,
-    Server,
-    flags,
-    serve_command,
-)
+from harness.server import started_for_cells
 
 _TOP = 20  # likeliest tokens of a position
 
@@ -90,19 +83,9 @@ def _build_engine(config: dict[str, Any]) -> tuple[dict[str, Any], job_loop.Hand
 
 
 def _build_server(config: dict[str, Any]) -> tuple[dict[str, Any], job_loop.Handler]:
-    folder, settings = Path(config["model"]), config["settings"]
-    arguments = (*METIS_ARGUMENTS, *(() if config["on_card"] else CPU_ARGUMENTS))
-    server = Server(
-        folder,
-        Path(config["server_log"]),
-        (*arguments, *flags(settings["engine"]["args"])),
-        environment={},  # this process has it
-        command=(*WITH_PARENT, *serve_command()),
-        start_s=settings["timeout"]["start_s"],
-    )
-    server.__enter__()  # it is left by the end of this process
+    server = started_for_cells(config)  # it is left by the end of this process
     service = served.Service(server.base_url, server.model)
-    size = vocab_size(folder)
+    size = vocab_size(Path(config["model"]))
 
     def handle(job: dict[str, Any]) -> BaseModel:
         smoke = job["settings"]["smoke"]

@@ -49,8 +49,8 @@ METIS_ARGUMENTS = (
     "--tool-call-parser=metis",
     "--enable-prompt-tokens-details",
 )
-WITH_PARENT = ("setpriv", "--pdeathsig", "TERM", "--")
-"""Before a command: the kernel stops it when the process that started it ends, however it ends."""
+# Before a command: the kernel stops it when the process that started it ends, however it ends.
+_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM", "--")
 
 
 class ServerError(RuntimeError):
@@ -240,6 +240,31 @@ def _ending(status: int) -> str:
         return f"exited with status {status}"
     hint = " (out of memory?)" if -status == signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-status).name}{hint}"
+
+
+def started_for_cells(config: Mapping[str, Any]) -> Server:
+    """Return a running server with the engine that a matrix's cells share; `stop` ends it.
+
+    It ends with this process too, whose environment it takes.
+
+    Args:
+        config: what a child is started with: `settings` of one of the cells, `model` (a checkpoint's
+            folder), `on_card` and `server_log`.
+
+    Raises:
+        ServerError: it did not start.
+    """
+    settings = config["settings"]
+    arguments = (*METIS_ARGUMENTS, *(() if config["on_card"] else CPU_ARGUMENTS))
+    server = Server(
+        Path(config["model"]),
+        Path(config["server_log"]),
+        (*arguments, *flags(settings["engine"]["args"])),
+        environment={},
+        command=(*_WITH_PARENT, *serve_command()),
+        start_s=settings["timeout"]["start_s"],
+    )
+    return server.__enter__()
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from harness import job_loop, model_folder
 from harness.measurements import Sample, SoakObservation
-from harness.server import CPU_ARGUMENTS, METIS_ARGUMENTS, WITH_PARENT, Server, flags, serve_command
+from harness.server import Server, started_for_cells
 from harness.soak_clients import Traffic
 from harness.soak_monitor import COUNTERS, Metrics, group_members, memory, read_metrics, survivors
 from harness.soak_requests import bad_requests, good_requests
@@ -38,11 +38,11 @@ def build(config: dict[str, Any]) -> tuple[dict[str, Any], job_loop.Handler]:
         config: `settings` of one of the cells, `model` (a checkpoint's folder), `on_card` and
             `server_log`.
     """
-    ready = [_started(config)]
+    ready = [started_for_cells(config)]
     size = model_folder.vocab_size(Path(config["model"]))
 
     def handle(job: dict[str, Any]) -> BaseModel:
-        server = ready.pop() if ready else _started(config)
+        server = ready.pop() if ready else started_for_cells(config)
         try:
             return Evidence(observation=asyncio.run(observe(server, size, job["settings"])))
         finally:
@@ -105,20 +105,6 @@ async def observe(server: Server, vocab_size: int, settings: dict[str, Any]) -> 
         stopped=stopped,
         orphans=survivors(list(processes)),
     )
-
-
-def _started(config: dict[str, Any]) -> Server:
-    settings = config["settings"]
-    arguments = (*METIS_ARGUMENTS, *(() if config["on_card"] else CPU_ARGUMENTS))
-    server = Server(
-        Path(config["model"]),
-        Path(config["server_log"]),
-        (*arguments, *flags(settings["engine"]["args"])),
-        environment={},  # this process has it
-        command=(*WITH_PARENT, *serve_command()),
-        start_s=settings["timeout"]["start_s"],
-    )
-    return server.__enter__()
 
 
 async def _sample(server: Server, traffic: Traffic, every_s: float, found: list[Sample]) -> None:

@@ -17,7 +17,7 @@ import torch
 from vllm import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from harness.engine import _spoil
+from harness.engine import spoil
 from tests.engines import ARGS
 
 
@@ -29,7 +29,7 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def reload(worker: Any) -> None:
     model = worker.get_model()
     before = tensors(model)
-    _spoil(worker)
+    spoil(worker)
     spoiled = [name for name, t in tensors(model).items() if not torch.equal(t, before[name])]
     try:
         worker.reload_weights()

@@ -48,7 +48,7 @@ from vllm_metis.reasoning import (
 )
 from vllm_metis.token_text import token_texts
 from vllm_metis.tool_grammar import binding
-from vllm_metis.turn import CALL, CONTENT, OVER, REASONING, TurnReader
+from vllm_metis.turn import CALL, CONTENT, ENDS, OVER, REASONING, TurnReader
 
 Request = ChatCompletionRequest | ResponsesRequest
 
@@ -74,18 +74,14 @@ GRAMMAR = ParserEngineConfig(
         (CALL, "TOOL_START"): Transition(CALL),
         (CALL, "FUNC_END"): Transition(CONTENT),
     }
-    | {
-        (state, end): Transition(OVER)
-        for state in (REASONING, CONTENT, CALL)
-        for end in ("TURN_END", "TEXT_END")
-    },
+    | {(state, end): Transition(OVER) for state in (REASONING, CONTENT, CALL) for end in ENDS},
     # `TurnReader` decides what white space is the template's.
     strip_trailing_reasoning_whitespace=False,
     drop_whitespace_only_content_before_tools=False,
     strip_content_whitespace_with_tools=False,
 )
 _TEXT_FIELDS = {EventType.TEXT_CHUNK: "content", EventType.REASONING_CHUNK: "reasoning"}
-_ENDS = [GRAMMAR.token_id_terminals[end] for end in ("TURN_END", "TEXT_END")]
+_ENDS = [GRAMMAR.token_id_terminals[end] for end in ENDS]
 
 
 class MetisEngine(ParserEngine):

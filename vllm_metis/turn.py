@@ -28,7 +28,7 @@ from vllm_metis.token_text import TextWithMarkers, TokenTexts
 REASONING, CONTENT = ParserState.REASONING, ParserState.CONTENT
 CALL, OVER = ParserState.TOOL_ARGS, ParserState.TOOL_BETWEEN
 
-_ENDS = ("TURN_END", "TEXT_END")
+ENDS = ("TURN_END", "TEXT_END")  # terminals
 _SPACE = " \t\r\n"
 _BEGINNINGS = frozenset(
     tag[:length] for tag in ("\n" + THINK_END, THINK_END) for length in range(1, len(tag))
@@ -175,7 +175,7 @@ class TurnReader:
 
     def _is_text(self, terminal: str) -> bool:
         """Whether a grammar takes the special token for its spelling here; the turn's ends it never does."""
-        if terminal in _ENDS:
+        if terminal in ENDS:
             return False
         if self.state is CALL:
             return self._bound and self._call.in_value and not self._call.may_be_over
