@@ -129,7 +129,7 @@ class Bench:
 
     def gate_finding(self) -> Finding:
         """Measure how the question whether reasoning ended grows with the output."""
-        from vllm_metis.parser import MetisReasoningParser
+        from vllm_metis.parser.adapters import MetisReasoningParser
 
         parser = MetisReasoningParser(self._tokenizer)
 

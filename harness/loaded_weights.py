@@ -141,9 +141,9 @@ def _check_memory(
     report: Report,
 ) -> None:
     """Each weight must be held once: the storages must add up to what serving is planned with."""
+    from vllm_metis.checkpoint.specs import checkpoint_tensors
+    from vllm_metis.cli.plan import weights_bytes
     from vllm_metis.config import Metis16Config
-    from vllm_metis.plan import weights_bytes
-    from vllm_metis.tensors import checkpoint_tensors
 
     config = Metis16Config(**stored.values)  # vLLM's says of a tied head that it is none
     tensors = dict(model.named_parameters())

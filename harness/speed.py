@@ -30,8 +30,8 @@ from harness.own_engine import OwnEngine
 from harness.quantize import FP8
 from harness.records import write_atomic
 from harness.traffic import distinct_experts, step_traffic
-from vllm_metis.depth_memory import stream_mean
-from vllm_metis.moe import route, select
+from vllm_metis.model.depth_memory import stream_mean
+from vllm_metis.model.moe import route, select
 
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # more than any cache holds
 _COPIES = 20

@@ -4,7 +4,7 @@
 One formula, for decode steps and prefills alike. Activations are left out: they are small beside the
 weights, and fused kernels keep most of them on the chip. Needs neither torch nor vLLM.
 
-Source: model.md, "Geometry" and "Caches"; vllm_metis/tensors.py for the weights.
+Source: docs/model.md, "Geometry" and "Caches"; vllm_metis/checkpoint/specs.py for the weights.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from vllm_metis.checkpoint.specs import Tensor, checkpoint_tensors
+from vllm_metis.cli.plan import plan
 from vllm_metis.config import Metis16Config
-from vllm_metis.plan import plan
-from vllm_metis.tensors import Tensor, checkpoint_tensors
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp8": 2}
 

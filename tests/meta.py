@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from vllm_metis.check import read_headers
+from vllm_metis.checkpoint.load import Audit
+from vllm_metis.cli.check import read_headers
 from vllm_metis.config import Metis16Config
-from vllm_metis.weights import Audit
 
 
 def headers(folder: Path) -> dict[str, torch.Tensor]:

@@ -222,7 +222,7 @@ def test_the_command_prints_a_table_and_ends_well(folder, capfd):
 
 
 def test_a_fault_of_the_loader_is_named_and_fails_the_command(folder, capfd, monkeypatch):
-    from vllm_metis.depth_memory import DepthMemory
+    from vllm_metis.model.depth_memory import DepthMemory
 
     def without_reordering(self, parameter, loaded):
         parameter.data.copy_(loaded)

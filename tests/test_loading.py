@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from harness.checkpoint import config_of
 from tests.test_weights import ALL_AT_ONCE
-from vllm_metis.check import INDEX
+from vllm_metis.checkpoint.load import CheckpointError
+from vllm_metis.checkpoint.specs import checkpoint_tensors
+from vllm_metis.cli.check import INDEX
 from vllm_metis.config import Metis16Config
-from vllm_metis.tensors import checkpoint_tensors
-from vllm_metis.weights import CheckpointError
 
 
 @pytest.fixture(scope="module", autouse=True)

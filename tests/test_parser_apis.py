@@ -16,7 +16,7 @@ from vllm.parser.abstract_parser import DelegatingParser
 
 from harness.replay import MODEL, WHOLE, Replay
 from tests.turns import DELTA_SIZES, QUESTION, TOOLS, WEATHER, Stage, Turn, stage
-from vllm_metis.parser import MetisParser, MetisReasoningParser, MetisToolParser
+from vllm_metis.parser.adapters import MetisParser, MetisReasoningParser, MetisToolParser
 
 STREAMED = DELTA_SIZES[1:]
 ARGUMENTS = {"city": "Évora", "days": 3}
@@ -264,7 +264,7 @@ def test_a_server_composes_one_parser_of_the_two(scene: Stage):
 
 
 def test_importing_the_parsers_does_not_touch_a_gpu():
-    code = "import vllm_metis.parser, torch; print(torch.cuda.is_initialized())"
+    code = "import vllm_metis.parser.adapters, torch; print(torch.cuda.is_initialized())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_metis.arguments import Parameters
+from vllm_metis.parser.arguments import Parameters
 
 INTEGER, STRING, OBJECT = {"type": "integer"}, {"type": "string"}, {"type": "object"}
 NULL, ARRAY = {"type": "null"}, {"type": "array", "items": {"type": "integer"}}

@@ -13,7 +13,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from harness.replay import WHOLE, ReplayError
 from tests.test_parser_properties import SETTINGS, SPLITS, TEXT
 from tests.turns import DELTA_SIZES, TOOLS, Stage, Turn, spelled, stage, tool
-from vllm_metis.parser import MetisReasoningParser
+from vllm_metis.parser.adapters import MetisReasoningParser
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_metis.schema import is_circular
+from vllm_metis.parser.schema import is_circular
 
 SELF, ITEM = {"$ref": "#"}, {"$ref": "#/$defs/a"}
 

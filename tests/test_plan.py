@@ -10,8 +10,8 @@ import pytest
 from harness.checkpoint import SHAPES, config_of
 from tests.engines import engine
 from vllm_metis.__main__ import main
+from vllm_metis.cli.plan import PUBLISHED, cache_layers, plan, weights_bytes
 from vllm_metis.config import FIELDS, Metis16Config
-from vllm_metis.plan import PUBLISHED, cache_layers, plan, weights_bytes
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -111,7 +111,7 @@ def test_what_does_not_fit_or_divide_is_said(capsys, arguments, code, expected):
 
 def test_planning_needs_neither_torch_nor_vllm():
     code = (
-        "import sys; from vllm_metis.plan import plan, read_config\n"
+        "import sys; from vllm_metis.cli.plan import plan, read_config\n"
         "plan(read_config('logos')[1], 2**35, 8192)\n"
         "print('vllm' in sys.modules)"
     )

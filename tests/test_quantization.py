@@ -12,8 +12,8 @@ from harness.__main__ import main
 from harness.quantize import FP8, FP8_MAX, quantize, quantize_checkpoint
 from harness.scorer import Scorer
 from tests.meta import faults_of, headers
-from vllm_metis.quantization import QuantizationError, describe_to_vllm, stored_dtypes
-from vllm_metis.weights import dequantized
+from vllm_metis.checkpoint.load import dequantized
+from vllm_metis.checkpoint.quantization import QuantizationError, describe_to_vllm, stored_dtypes
 
 SCHEME = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}
 

@@ -64,8 +64,11 @@ def test_the_architecture_the_configuration_and_the_parsers_resolve():
 
     assert "Metis16ForCausalLM" in ModelRegistry.get_supported_archs()
     assert _CONFIG_REGISTRY["metis16"] is Metis16Config
-    assert ReasoningParserManager.get_reasoning_parser("metis").__module__ == "vllm_metis.parser"
-    assert ToolParserManager.get_tool_parser("metis").__module__ == "vllm_metis.parser"
+    assert (
+        ReasoningParserManager.get_reasoning_parser("metis").__module__
+        == "vllm_metis.parser.adapters"
+    )
+    assert ToolParserManager.get_tool_parser("metis").__module__ == "vllm_metis.parser.adapters"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from harness.measurements import EngineSettings, Kernel, SpeedObservation, Speed
 from harness.traffic import distinct_experts, step_traffic
 from tests import evidence
 from tests.test_report import Balanced
+from vllm_metis.cli.plan import PUBLISHED
 from vllm_metis.config import Metis16Config
-from vllm_metis.plan import PUBLISHED
 
 pytest_plugins = ["pytester"]
 

@@ -10,8 +10,8 @@ import torch
 from harness.spelling import AXES
 from tests.conftest import GOLDEN
 from tests.meta import faults_of, headers
+from vllm_metis.checkpoint.load import MAPPER, Audit, fitted
 from vllm_metis.config import Metis16Config
-from vllm_metis.weights import MAPPER, Audit, fitted
 
 SPELLINGS = [f"{axis}={value}" for axis, values in AXES.items() for value in values[1:]]
 ALL_AT_ONCE = ",".join(f"{axis}={values[-1]}" for axis, values in AXES.items())

@@ -37,13 +37,13 @@ def register() -> None:
 
     from vllm_metis.hook import Metis16ConfigHook
 
-    ModelRegistry.register_model(ARCHITECTURE, f"vllm_metis.model:{ARCHITECTURE}")
+    ModelRegistry.register_model(ARCHITECTURE, f"vllm_metis.model.metis16:{ARCHITECTURE}")
     # The table that vLLM's own out-of-library configurations use: a class found here is
     # never treated as remote code, so --trust-remote-code is accepted and not needed.
     configs._CLASS_TO_MODULE["Metis16Config"] = "vllm_metis.config"
     _CONFIG_REGISTRY[MODEL_TYPE] = "Metis16Config"
     MODELS_CONFIG_MAP[ARCHITECTURE] = Metis16ConfigHook
     ReasoningParserManager.register_lazy_module(
-        "metis", "vllm_metis.parser", "MetisReasoningParser"
+        "metis", "vllm_metis.parser.adapters", "MetisReasoningParser"
     )
-    ToolParserManager.register_lazy_module("metis", "vllm_metis.parser", "MetisToolParser")
+    ToolParserManager.register_lazy_module("metis", "vllm_metis.parser.adapters", "MetisToolParser")

@@ -4,7 +4,7 @@
 import argparse
 import sys
 
-from vllm_metis import check, plan
+from vllm_metis.cli import check, plan
 
 COMMANDS = {"check": check, "plan": plan}
 

@@ -25,7 +25,7 @@ def tensor_parallel_sizes(config: Metis16Config) -> list[int]:
     """Sizes that split every Mamba group and KV head whole.
 
     Heads follow, since both head counts are multiples of these; experts and the shared
-    expert are padded to a multiple of the size (`moe.padded_expert_width`).
+    expert are padded to a multiple of the size (`checkpoint.specs.padded_expert_width`).
     """
     limit = min(config.mamba_n_groups, config.num_key_value_heads)
     return [
@@ -133,7 +133,7 @@ class Metis16ConfigHook:
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
         """Raise `ConfigError` on a bad config.json, after --hf-overrides were applied."""
-        from vllm_metis.quantization import align
+        from vllm_metis.checkpoint.quantization import align
 
         model_config.hf_config.check()
         align(model_config)

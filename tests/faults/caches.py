@@ -7,7 +7,7 @@ import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
-from vllm_metis import mamba
+from vllm_metis.model import mamba
 
 
 def shared_state() -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from vllm_metis import depth_memory, model, moe, weights
+from vllm_metis.checkpoint import load
+from vllm_metis.model import depth_memory, metis16, moe
 
 
 def swapped_epsilons() -> None:
     """The RMSNorms take the gated group norm's epsilon, and the other way round."""
-    real = model.Metis16ForCausalLM.__init__
+    real = metis16.Metis16ForCausalLM.__init__
 
     def faulty(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
@@ -19,18 +20,18 @@ def swapped_epsilons() -> None:
         config.rms_norm_eps, config.mamba_norm_eps = epsilons
         real(self, vllm_config=vllm_config, prefix=prefix)
 
-    model.Metis16ForCausalLM.__init__ = faulty
+    metis16.Metis16ForCausalLM.__init__ = faulty
 
 
 def swapped_passes() -> None:
     """The first pass runs with the second one's embeddings and gates, and the other way round."""
-    real = weights.fitted
+    real = load.fitted
 
     def faulty(config: Any, tp_size: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = real(config, tp_size, name, tensor)
         return tensor.flip(0) if name.endswith(("pass_embeddings", ".pass_gates")) else tensor
 
-    weights.fitted = faulty
+    load.fitted = faulty
 
 
 def dropped_selection_bias() -> None:
@@ -45,7 +46,7 @@ def dropped_selection_bias() -> None:
 
 def swapped_x_and_z() -> None:
     """The first two blocks of `in_proj`'s rows are taken for x and z, not for z and x."""
-    real = weights.fitted
+    real = load.fitted
 
     def faulty(config: Any, tp_size: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = real(config, tp_size, name, tensor)
@@ -54,7 +55,7 @@ def swapped_x_and_z() -> None:
         z, x, rest = tensor.tensor_split((config.mamba_d_inner, 2 * config.mamba_d_inner))
         return torch.cat([x, z, rest])
 
-    weights.fitted = faulty
+    load.fitted = faulty
 
 
 def skipped_last_read() -> None:

@@ -40,9 +40,9 @@ from xgrammar.structural_tag import (
     TokenTriggeredTagsFormat,
 )
 
-from vllm_metis.call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
-from vllm_metis.schema import is_circular
-from vllm_metis.turn import Binding
+from vllm_metis.parser.call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
+from vllm_metis.parser.schema import is_circular
+from vllm_metis.parser.turn import Binding
 
 MODEL = "metis"
 

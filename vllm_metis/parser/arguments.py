@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from vllm_metis.schema import items, mapping, resolve
+from vllm_metis.parser.schema import items, mapping, resolve
 
 _ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _TYPE_OF_FIRST_CHARACTER = {

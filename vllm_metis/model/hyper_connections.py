@@ -9,7 +9,7 @@ loading (`HyperConnection.finalize`), in FP32.
 `read_streams` and `write_streams` take plain tensors: with the memory read and the norm
 they are all that happens between two sublayers, and are meant to be fused.
 
-Source: model.md, forward pass 2.3 to 2.6.
+Source: docs/model.md, forward pass 2.3 to 2.6.
 """
 
 import torch

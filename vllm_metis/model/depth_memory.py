@@ -5,7 +5,7 @@ Attention layers and the end of each pass write an entry to the token's bank; ev
 and the end of each pass read all entries with one query per residual stream. Nothing
 outlives the step, so no cache is involved. One head, whatever `memory_heads` says.
 
-Source: model.md, forward pass 2.1, 2.2, 2.10 and 3.
+Source: docs/model.md, forward pass 2.1, 2.2, 2.10 and 3.
 """
 
 import math
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_metis.config import Metis16Config
-from vllm_metis.moe import Routing
+from vllm_metis.model.moe import Routing
 
 Bank = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of the entries written so far, each (T, M), model dtype."""

@@ -4,7 +4,7 @@
 It stands where `StreamingParserEngine` stands in a vLLM `ParserEngine` and follows a grammar declared
 in the same form. It differs where this format does: a marker is found by its place among the ids,
 `</think>` is text that shares tokens with its neighbours, and a call's end depends on what its values
-hold, which `vllm_metis.call` reads.
+hold, which `vllm_metis.parser.call` reads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from vllm.parser.engine.events import EventType, SemanticEvent
 from vllm.parser.engine.parser_engine_config import ParserEngineConfig, ParserState
 
-from vllm_metis.arguments import Parameters
-from vllm_metis.call import Call, Status
-from vllm_metis.reasoning import (
+from vllm_metis.parser.arguments import Parameters
+from vllm_metis.parser.call import Call, Status
+from vllm_metis.parser.reasoning import (
     LINE_BREAKS_AFTER_REASONING,
     THINK_END,
     THINK_START,
@@ -23,7 +23,7 @@ from vllm_metis.reasoning import (
     Opening,
     ReasoningEnd,
 )
-from vllm_metis.token_text import TextWithMarkers, TokenTexts
+from vllm_metis.parser.token_text import TextWithMarkers, TokenTexts
 
 REASONING, CONTENT = ParserState.REASONING, ParserState.CONTENT
 CALL, OVER = ParserState.TOOL_ARGS, ParserState.TOOL_BETWEEN

@@ -19,7 +19,7 @@ import enum
 import re
 from collections.abc import Callable
 
-from vllm_metis.arguments import Parameters, quote
+from vllm_metis.parser.arguments import Parameters, quote
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"

@@ -35,9 +35,9 @@ from vllm.parser.engine.parser_engine import ParserEngine, ToolCallSlot
 from vllm.parser.engine.parser_engine_config import ParserEngineConfig, Transition
 from vllm.tool_parsers.utils import iter_response_function_tool_info
 
-from vllm_metis.arguments import Parameters
-from vllm_metis.call import FUNCTION_END
-from vllm_metis.reasoning import (
+from vllm_metis.parser.arguments import Parameters
+from vllm_metis.parser.call import FUNCTION_END
+from vllm_metis.parser.reasoning import (
     DIRECT,
     THINK_END,
     THINK_START,
@@ -46,9 +46,9 @@ from vllm_metis.reasoning import (
     ReasoningEnd,
     opening_of,
 )
-from vllm_metis.token_text import token_texts
-from vllm_metis.tool_grammar import binding
-from vllm_metis.turn import CALL, CONTENT, ENDS, OVER, REASONING, TurnReader
+from vllm_metis.parser.token_text import token_texts
+from vllm_metis.parser.tool_grammar import binding
+from vllm_metis.parser.turn import CALL, CONTENT, ENDS, OVER, REASONING, TurnReader
 
 Request = ChatCompletionRequest | ResponsesRequest
 

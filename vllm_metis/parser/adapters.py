@@ -19,9 +19,9 @@ from vllm.parser.engine.adapters import ParserEngineReasoningAdapter, ParserEngi
 from vllm.parser.metrics import record_tool_parser_invocation
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
-from vllm_metis.parser_engine import MetisEngine
-from vllm_metis.schema import is_circular
-from vllm_metis.tool_grammar import structural_tag
+from vllm_metis.parser.engine import MetisEngine
+from vllm_metis.parser.schema import is_circular
+from vllm_metis.parser.tool_grammar import structural_tag
 
 Request = ChatCompletionRequest | ResponsesRequest
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vllm.parser.engine.parser_engine_config import ParserState
 
-from vllm_metis.token_text import TokenTexts
+from vllm_metis.parser.token_text import TokenTexts
 
 THINK_START, THINK_END = "<think>", "</think>"
 # What a template writes after `</think>`, and the blank line that often follows it.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From checkpoint tensors to parameters, and the audit that nothing is lost on the way.
 
-What the release's files are called is only partly known, so every spelling of model.md is
+What the release's files are called is only partly known, so every spelling of docs/model.md is
 accepted: `MAPPER` renames, `LAYOUTS` brings tensors into one shape, and vLLM's loader does
 the rest. `Audit` holds every tensor against the table that the configuration implies. It
 runs while the weights stream in, and over safetensors headers alone in
@@ -18,9 +18,8 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.platforms import current_platform
 
+from vllm_metis.checkpoint.specs import Tensor, checkpoint_tensors, padded_expert_width, parts_of
 from vllm_metis.config import Metis16Config
-from vllm_metis.moe import padded_expert_width
-from vllm_metis.tensors import Tensor, checkpoint_tensors, parts_of
 
 FP8 = torch.float8_e4m3fn
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

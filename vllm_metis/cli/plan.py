@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_metis.checkpoint.specs import checkpoint_tensors
 from vllm_metis.config import ConfigError, Metis16Config
 from vllm_metis.hook import tensor_parallel_sizes
-from vllm_metis.tensors import checkpoint_tensors
 
 GIB = 2**30
 GPU_MEMORY_UTILIZATION = 0.92  # vLLM's default

@@ -4,7 +4,7 @@
 Names are vLLM's, with projections packed and experts apart; `weights.MAPPER` brings those of
 a checkpoint to them. Needs neither torch nor vLLM.
 
-Source: model.md, "Checkpoint tensors".
+Source: docs/model.md, "Checkpoint tensors".
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,9 @@ PACKED = {
     "gate_up_proj": ["gate_proj", "up_proj"],
 }
 """Parameters that a checkpoint may hold whole or in parts, in the order of their rows."""
+
+PADDED_WIDTH = 16
+"""Multiple, per rank, to which expert widths are padded when a TP size does not divide them."""
 
 
 @dataclass(frozen=True)
@@ -154,3 +157,12 @@ def parts_of(config: Metis16Config, name: str, tensor: Tensor) -> dict[str, Tens
             for part, count in zip(parts, rows, strict=True)
         }
     return {}
+
+
+def padded_expert_width(config: Metis16Config, tp_size: int) -> int:
+    """Return the expert width that vLLM is given: padded with zeros where TP does not divide it."""
+    width = config.moe_intermediate_size
+    if width % tp_size == 0:
+        return width
+    step = PADDED_WIDTH * tp_size
+    return -(-width // step) * step

@@ -4,7 +4,7 @@
 Letters: `T` tokens of the flat batch, `S` residual streams, `P` passes, `L` layers, `D` hidden
 size, `R` route features, `M` memory width, `N` entries in the bank, `E` experts, `K` top-k.
 
-The forward pass, in the order of model.md:
+The forward pass, in the order of docs/model.md:
 
 1. The embedding is copied to S streams, each with a learned offset.
 2. For each pass and layer: the depth memory is read into the streams; the router's features
@@ -44,14 +44,14 @@ from vllm.model_executor.models.utils import maybe_prefix
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
-from vllm_metis import weights as checkpoint
-from vllm_metis.attention import Metis16Attention, PassAttention
+from vllm_metis.checkpoint import load as checkpoint
+from vllm_metis.checkpoint.specs import PACKED
 from vllm_metis.config import Metis16Config
-from vllm_metis.depth_memory import Bank, Continuation, DepthMemory, stream_mean
-from vllm_metis.hyper_connections import HyperConnection
-from vllm_metis.mamba import Metis16Mamba
-from vllm_metis.moe import LatentMoE, Routing
-from vllm_metis.tensors import PACKED
+from vllm_metis.model.attention import Metis16Attention, PassAttention
+from vllm_metis.model.depth_memory import Bank, Continuation, DepthMemory, stream_mean
+from vllm_metis.model.hyper_connections import HyperConnection
+from vllm_metis.model.mamba import Metis16Mamba
+from vllm_metis.model.moe import LatentMoE, Routing
 
 
 class Metis16DecoderLayer(nn.Module):

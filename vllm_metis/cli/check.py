@@ -113,7 +113,7 @@ def part_of(name: str) -> str:
 
 def describe(folder: Path, config, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
     """Yield the lines of the report: geometry, then bytes and dtypes by part of the model."""
-    from vllm_metis.weights import MAPPER
+    from vllm_metis.checkpoint.load import MAPPER
 
     kinds = config.layers_block_type
     yield f"{folder.name}: {config.num_hidden_layers} layers x {config.num_passes} passes"
@@ -176,8 +176,8 @@ def load_on_meta(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def check(folder: Path) -> list[str]:
     """Print what a checkpoint holds; return everything that would stop it from loading."""
+    from vllm_metis.checkpoint.load import Audit
     from vllm_metis.config import Metis16Config
-    from vllm_metis.weights import Audit
 
     if not (folder / "config.json").is_file():
         return [f"no config.json in {folder}; expected the folder of a checkpoint"]

@@ -5,7 +5,7 @@ A KV cache belongs to an `Attention` object, so there is one per pass, each unde
 layer name; projections are shared, and a pass differs by a gated low-rank term on q, k, v.
 The in-tree precedent is vllm/model_executor/models/zamba2.py:176-230 (vLLM 0.31.0).
 
-Source: model.md, forward pass 2.4.
+Source: docs/model.md, forward pass 2.4.
 """
 
 from collections.abc import Callable

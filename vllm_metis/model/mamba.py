@@ -6,7 +6,7 @@ The mixer of a later pass is a shallow copy of the first under a name of its own
 the same parameter, buffer and module tables, so whatever loading, quantization or a weight
 reload replaces is replaced for both, and nothing is held or processed twice.
 
-Source: model.md, forward pass 2.4; vllm/model_executor/layers/mamba/mamba_mixer2.py (0.31.0).
+Source: docs/model.md, forward pass 2.4; vllm/model_executor/layers/mamba/mamba_mixer2.py (0.31.0).
 """
 
 import copy

@@ -6,7 +6,7 @@ besides the experts (coalition, entropy, confidence), so routing is computed her
 handed to vLLM's experts as data in place of logits (`pack`, `unpack`): the experts neither
 score nor select again.
 
-Source: model.md, forward pass 2.7; V:model_executor/models/nemotron_h.py (0.31.0) for the
+Source: docs/model.md, forward pass 2.7; V:model_executor/models/nemotron_h.py (0.31.0) for the
 use of the fused experts.
 """
 
@@ -25,10 +25,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization import QuantizationConfig
 
+from vllm_metis.checkpoint.specs import padded_expert_width
 from vllm_metis.config import Metis16Config
-
-PADDED_WIDTH = 16
-"""Multiple, per rank, to which expert widths are padded when a TP size does not divide them."""
 
 
 class Routing(NamedTuple):
@@ -108,15 +106,6 @@ def unpack(
     """vLLM's `custom_routing_function`: read back what `pack` wrote; numbers under 2²⁴ are exact."""
     weights, experts = gating_output.split(topk, dim=-1)
     return weights.contiguous(), experts.to(torch.int32)
-
-
-def padded_expert_width(config: Metis16Config, tp_size: int) -> int:
-    """Return the expert width that vLLM is given: padded with zeros where TP does not divide it."""
-    width = config.moe_intermediate_size
-    if width % tp_size == 0:
-        return width
-    step = PADDED_WIDTH * tp_size
-    return -(-width // step) * step
 
 
 class SharedExpert(nn.Module):
