@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_metis.checkpoint.load import Audit
+from vllm_metis.checkpoint.audit import Audit
 from vllm_metis.cli.check import read_headers
 from vllm_metis.config import Metis16Config
 

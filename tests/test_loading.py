@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.checkpoint import config_of
 from tests.test_weights import ALL_AT_ONCE
-from vllm_metis.checkpoint.load import CheckpointError
+from vllm_metis.checkpoint.audit import CheckpointError
 from vllm_metis.checkpoint.specs import checkpoint_tensors
 from vllm_metis.cli.check import INDEX
 from vllm_metis.config import Metis16Config

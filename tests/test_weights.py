@@ -10,7 +10,9 @@ import torch
 from harness.spelling import AXES
 from tests.conftest import GOLDEN
 from tests.meta import faults_of, headers
-from vllm_metis.checkpoint.load import MAPPER, Audit, fitted
+from vllm_metis.checkpoint.audit import Audit
+from vllm_metis.checkpoint.load import fitted
+from vllm_metis.checkpoint.names import MAPPER
 from vllm_metis.config import Metis16Config
 
 SPELLINGS = [f"{axis}={value}" for axis, values in AXES.items() for value in values[1:]]

@@ -4,7 +4,7 @@
 A release may use Transformers' usual key names or those of the training manifest. Each
 field is read under every name listed in `FIELDS`; a required one that is under none of
 them is an error that says so, and a constant of the architecture that is left out is
-assumed with a warning. Sizes are checked against the checkpoint by `weights.audit`.
+assumed with a warning. Sizes are checked against the checkpoint by `checkpoint.audit`.
 """
 
 import logging

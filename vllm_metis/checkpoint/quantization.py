@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_metis.checkpoint.load import MAPPER
+from vllm_metis.checkpoint.names import MAPPER
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every tensor that a configuration implies: its name, its shape, and what may stand for it.
 
-Names are vLLM's, with projections packed and experts apart; `weights.MAPPER` brings those of
+Names are vLLM's, with projections packed and experts apart; `names.MAPPER` brings those of
 a checkpoint to them. Needs neither torch nor vLLM.
 
 Source: docs/model.md, "Checkpoint tensors".
@@ -45,7 +45,7 @@ class Tensor:
 
 
 def checkpoint_tensors(config: Metis16Config) -> dict[str, Tensor]:
-    """Return every tensor of a checkpoint by its name after `MAPPER`, packed and unstacked."""
+    """Return every tensor of a checkpoint by its name after `names.MAPPER`, packed and unstacked."""
     hidden, features, width = config.hidden_size, config.route_feature_dim, config.memory_dim
     streams, passes = config.num_streams, config.num_passes
     latent, expert = config.moe_latent_size, config.moe_intermediate_size

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m vllm_metis check DIR`: would this checkpoint load, without reading a weight.
 
-Reads config.json and the headers of the safetensors files, runs the audit of `weights`
+Reads config.json and the headers of the safetensors files, runs the checkpoint's audit
 over them, then builds the model on the meta device and loads the headers' tensors into it
 through the same code as the server. Seconds for a checkpoint of any size.
 """
@@ -113,7 +113,7 @@ def part_of(name: str) -> str:
 
 def describe(folder: Path, config, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
     """Yield the lines of the report: geometry, then bytes and dtypes by part of the model."""
-    from vllm_metis.checkpoint.load import MAPPER
+    from vllm_metis.checkpoint.names import MAPPER
 
     kinds = config.layers_block_type
     yield f"{folder.name}: {config.num_hidden_layers} layers x {config.num_passes} passes"
@@ -150,7 +150,7 @@ def load_on_meta(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Build the model on the meta device and load `tensors` as the server would.
 
     Raises:
-        ValueError: Whatever the server would refuse, e.g. `weights.CheckpointError`.
+        ValueError: Whatever the server would refuse, e.g. `CheckpointError`.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
@@ -176,7 +176,7 @@ def load_on_meta(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def check(folder: Path) -> list[str]:
     """Print what a checkpoint holds; return everything that would stop it from loading."""
-    from vllm_metis.checkpoint.load import Audit
+    from vllm_metis.checkpoint.audit import Audit
     from vllm_metis.config import Metis16Config
 
     if not (folder / "config.json").is_file():

@@ -44,7 +44,9 @@ from vllm.model_executor.models.utils import maybe_prefix
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
-from vllm_metis.checkpoint import load as checkpoint
+from vllm_metis.checkpoint.audit import CheckpointError
+from vllm_metis.checkpoint.load import load
+from vllm_metis.checkpoint.names import MAPPER
 from vllm_metis.checkpoint.specs import PACKED
 from vllm_metis.config import Metis16Config
 from vllm_metis.model.attention import Metis16Attention, PassAttention
@@ -164,7 +166,7 @@ class Metis16Model(nn.Module):
 class Metis16ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
     """The model behind `architectures: ["Metis16ForCausalLM"]`."""
 
-    hf_to_vllm_mapper = checkpoint.MAPPER
+    hf_to_vllm_mapper = MAPPER
     packed_modules_mapping = PACKED
 
     @classmethod
@@ -231,14 +233,14 @@ class Metis16ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
         """Load a whole checkpoint, and fail with every tensor that is left over or missing.
 
         Raises:
-            CheckpointError: as `weights.load`; or weights were loaded before, on a CPU.
+            CheckpointError: as `checkpoint.load.load`; or weights were loaded before, on a CPU.
         """
         if self.holds_weights and current_platform.is_cpu():
-            raise checkpoint.CheckpointError(
+            raise CheckpointError(
                 "weights cannot be reloaded on a CPU: vLLM 0.31 packs experts only when they are "
                 "first loaded, so the answers would be wrong; start a new engine"
             )
-        loaded = checkpoint.load(self, weights)
+        loaded = load(self, weights)
         self.holds_weights = True
         return loaded
 
