@@ -156,11 +156,7 @@ def _check_memory(
     planned = weights_bytes(config, "fp8" if fp8 else {4: "fp32", 2: "bf16"}[dtype.itemsize], 1)
     if quantization is not None:  # one scale a tensor or expert, in place of one a row
         planned += sum(t.nbytes for name, t in tensors.items() if name.endswith(SCALE))
-        planned -= sum(
-            4 * tensor.shape[0]
-            for name, tensor in checkpoint_tensors(config).items()
-            if tensor.quantizable and ".out_proj." not in name
-        )
+        planned -= sum(spec.scale_bytes("fp8") for spec in checkpoint_tensors(config).values())
     if held != planned:
         report.faults.append(
             f"weights take {held} bytes in {len(storages)} storages, expected {planned}: "

@@ -9,10 +9,9 @@ Source: docs/model.md, "Geometry" and "Caches"; vllm_metis/checkpoint/specs.py f
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from vllm_metis.checkpoint.specs import Tensor, checkpoint_tensors
+from vllm_metis.checkpoint.specs import checkpoint_tensors
 from vllm_metis.cli.plan import plan
 from vllm_metis.config import Metis16Config
 
@@ -59,7 +58,7 @@ def step_traffic(
     passes, tokens = config.num_passes, streams * new_tokens
     once = of_layers = of_experts = 0
     for name, tensor in checkpoint_tensors(config).items():
-        size = _bytes(name, tensor, dtype)
+        size = tensor.nbytes(dtype)
         if ".experts." in name:
             of_experts += size
         elif ".layers." in name:
@@ -77,12 +76,3 @@ def step_traffic(
         kv=round(streams * (context + new_tokens) * held.kv_bytes_per_token),
         states=streams * held.state_bytes * (2 if context else 1),
     )
-
-
-def _bytes(name: str, tensor: Tensor, dtype: str) -> int:
-    values = math.prod(tensor.shape)
-    if tensor.fp32:
-        return 4 * values
-    if dtype == "fp8" and tensor.quantizable and ".out_proj." not in name:
-        return values + 4 * tensor.shape[0]  # with a scale a row
-    return values * _WIDTHS[dtype]

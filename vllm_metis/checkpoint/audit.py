@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_metis.checkpoint.names import MAPPER, SCALE, normalized, unstacked
-from vllm_metis.checkpoint.specs import Tensor, checkpoint_tensors, parts_of
+from vllm_metis.checkpoint.specs import TensorSpec, checkpoint_tensors, parts_of
 from vllm_metis.config import Metis16Config
 
 FP8 = torch.float8_e4m3fn
@@ -30,8 +30,8 @@ class Audit:
     """
 
     config: Metis16Config
-    expected: dict[str, Tensor] = field(init=False)
-    parts: dict[str, dict[str, Tensor]] = field(init=False)
+    expected: dict[str, TensorSpec] = field(init=False)
+    parts: dict[str, dict[str, TensorSpec]] = field(init=False)
     seen: dict[str, torch.dtype] = field(default_factory=dict, init=False)
     unused: list[str] = field(default_factory=list, init=False)
     unread: list[str] = field(default_factory=list, init=False)
@@ -73,7 +73,7 @@ class Audit:
                 self.unread.append(name)
             return False
         if is_scale:
-            spec = Tensor((spec.shape[0], 1))
+            spec = TensorSpec((spec.shape[0], 1))
         if unit in self.seen:
             self.wrong.append(f"{name}: stored twice, in different spellings of {unit}")
             return False

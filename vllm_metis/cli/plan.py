@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_metis.checkpoint.specs import checkpoint_tensors
+from vllm_metis.checkpoint.specs import MODEL_DTYPES, checkpoint_tensors
 from vllm_metis.config import ConfigError, Metis16Config
 from vllm_metis.hook import tensor_parallel_sizes
 
 GIB = 2**30
 GPU_MEMORY_UTILIZATION = 0.92  # vLLM's default
-BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
-"""Of what is in the model dtype; an FP8 checkpoint keeps all but its listed modules in BF16."""
 
 COMMON = {
     "vocab_size": 65536,
@@ -103,28 +101,10 @@ class Plan:
 
 def weights_bytes(config: Metis16Config, dtype: str, tp: int) -> int:
     """Return the bytes of the parameters on one of `tp` ranks."""
-    total = 0
-    for name, tensor in checkpoint_tensors(config).items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        count = 1
-        for size in tensor.shape:
-            count *= size
-        width = 4 if tensor.fp32 else BYTES[dtype]
-        if dtype == "fp8" and tensor.quantizable and ".out_proj." not in name:
-            width = 1
-            total += 4 * tensor.shape[0] // (1 if ".down_proj." in name else tp)
-        total += count * width // (tp if is_split(name) else 1)
-    return total
-
-
-def is_split(name: str) -> bool:
-    """Whether tensor parallelism splits a tensor; the others are held whole by every rank."""
-    split = (".experts.", ".shared_expert.", ".mixer.mamba.", ".qkv_proj.", ".o_proj.")
-    return (
-        any(part in name for part in split)
-        or name.startswith(("model.embed_tokens.", "lm_head."))
-        or ".pass_lora_up." in name
+    return sum(
+        spec.nbytes(dtype, tp)
+        for name, spec in checkpoint_tensors(config).items()
+        if name != "lm_head.weight" or not config.tie_word_embeddings
     )
 
 
@@ -153,7 +133,7 @@ def plan(
         reserve_bytes: For activations, CUDA graphs and the runtime.
     """
     attention, mamba = cache_layers(config)
-    model_bytes = BYTES[dtype]
+    model_bytes = MODEL_DTYPES[dtype]
     kv_bytes = kv_dtype_bytes or model_bytes
     kv_per_layer = 2 * (config.num_key_value_heads // tp) * config.head_dim * kv_bytes
     ssm = config.mamba_num_heads // tp * config.mamba_head_dim * config.mamba_d_state
@@ -218,7 +198,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", type=float, required=True, metavar="GIB", help="of a GPU")
     parser.add_argument("--max-model-len", type=int, required=True, help="prompt and answer")
     parser.add_argument("--tp", type=int, default=1, help="GPUs to split the model over")
-    parser.add_argument("--dtype", choices=BYTES, default="bf16", help="fp8: an FP8 checkpoint")
+    parser.add_argument(
+        "--dtype", choices=MODEL_DTYPES, default="bf16", help="fp8: an FP8 checkpoint"
+    )
     parser.add_argument(
         "--reserve",
         type=float,
