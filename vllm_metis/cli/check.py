@@ -10,13 +10,15 @@ import argparse
 import json
 import os
 import re
-import struct
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from tabulate import tabulate
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -56,30 +58,39 @@ def read_header(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: The file is not safetensors, is cut short, or has an unknown dtype.
     """
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        raw = file.read(min(length, path.stat().st_size))
     try:
-        header = json.loads(raw)
-    except ValueError:
-        header = {}
-    if not header:
-        raise ValueError(f"{path.name}: expected a safetensors file, found no readable header")
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if path.stat().st_size != 8 + length + end:
-        raise ValueError(
-            f"{path.name}: expected {8 + length + end} bytes by its header, found "
-            f"{path.stat().st_size}; the file is cut short, download it again"
-        )
-    unknown = {entry["dtype"] for entry in header.values()} - set(DTYPES)
+        # As for NumPy, it maps the file alone; for PyTorch it would reserve memory of that size.
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in list(file.keys())}
+            header = {name: (one.get_shape(), one.get_dtype()) for name, one in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path.name}: {_what_is_wrong(path, str(error))}") from error
+    unknown = {dtype for _, dtype in header.values()} - set(DTYPES)
     if unknown:
         raise ValueError(f"{path.name}: unknown dtypes {', '.join(sorted(unknown))}")
     return {
-        name: torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-        for name, entry in header.items()
+        name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+        for name, (shape, dtype) in header.items()
     }
+
+
+def _what_is_wrong(path: Path, error: str) -> str:
+    """Say what a user can do about a file that safetensors rejects."""
+    if "not fully covered" not in error:
+        return (
+            f"expected a safetensors file, found no readable header ({error}); "
+            "if it is one, it is cut short, download it again"
+        )
+    # The header is sound, and the file ends elsewhere than its last tensor: the one figure that
+    # the library does not give is where that is.
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return (
+        f"expected {8 + length + max(ends, default=0)} bytes by its header, found "
+        f"{path.stat().st_size}; the file is cut short, download it again"
+    )
 
 
 def read_headers(folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -137,13 +148,14 @@ def describe(folder: Path, config, tensors: dict[str, torch.Tensor]) -> Iterator
         part = "unused heads" if mapped is None else part_of(mapped)
         size[part] += tensor.nbytes
         dtypes.setdefault(part, Counter())[str(tensor.dtype).removeprefix("torch.")] += 1
-    yield ""
-    yield f"  {'part':<20} {'bytes':>16}  tensors by dtype"
-    for part in [*(name for name, _ in PARTS), "unused heads"]:
-        if part in size:
-            counts = ", ".join(f"{n} {dtype}" for dtype, n in sorted(dtypes[part].items()))
-            yield f"  {part:<20} {size[part]:>16,}  {counts}"
-    yield f"  {'all':<20} {sum(size.values()):>16,}"
+    rows = [
+        (part, size[part], ", ".join(f"{n} {dtype}" for dtype, n in sorted(dtypes[part].items())))
+        for part in [*(name for name, _ in PARTS), "unused heads"]
+        if part in size
+    ]
+    rows.append(("all", sum(size.values()), ""))
+    table = tabulate(rows, ("part", "bytes", "tensors by dtype"), tablefmt="plain", intfmt=",")
+    yield f"\n{textwrap.indent(table, '  ')}"
 
 
 def load_on_meta(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

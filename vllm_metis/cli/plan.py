@@ -8,9 +8,11 @@ for the block, `_get_kv_cache_groups_uniform_page_size` and `get_max_concurrency
 
 import argparse
 import json
-from collections.abc import Iterator
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+
+from tabulate import tabulate
 
 from vllm_metis.checkpoint.specs import MODEL_DTYPES, checkpoint_tensors
 from vllm_metis.config import ConfigError, Metis16Config
@@ -159,23 +161,28 @@ def plan(
     )
 
 
-def describe(
-    name: str, config: Metis16Config, found: Plan, arguments: argparse.Namespace
-) -> Iterator[str]:
-    """Yield the lines of the report."""
-    sizes = tensor_parallel_sizes(config)
-    yield f"{name}, {arguments.dtype}, {arguments.tp} GPU(s) of {arguments.gpu_memory:g} GiB"
-    yield f"  weights on each GPU          {found.weights_bytes / GIB:8.2f} GiB"
-    yield f"  reserved                     {arguments.reserve:8.2f} GiB"
-    yield f"  left for the cache           {found.pool_bytes / GIB:8.2f} GiB"
-    yield f"  KV cache of a token          {found.kv_bytes_per_token / 1024:8.2f} KiB"
-    yield f"  states of a sequence         {found.state_bytes / 2**20:8.2f} MiB"
-    yield f"  block size                   {found.block_size:8d} tokens (no shorter prefix can hit)"
-    yield (
-        f"  sequences of {arguments.max_model_len} tokens  {found.max_concurrency:8.2f} at once "
-        f"({found.num_blocks} blocks, {found.blocks_per_sequence} each)"
+def describe(name: str, config: Metis16Config, found: Plan, arguments: argparse.Namespace) -> str:
+    """Return the report."""
+    sizes = ", ".join(map(str, tensor_parallel_sizes(config)))
+    blocks = f"{found.num_blocks} blocks, {found.blocks_per_sequence} each"
+    rows = (
+        ("weights on each GPU", f"{found.weights_bytes / GIB:.2f}", "GiB"),
+        ("reserved", f"{arguments.reserve:.2f}", "GiB"),
+        ("left for the cache", f"{found.pool_bytes / GIB:.2f}", "GiB"),
+        ("KV cache of a token", f"{found.kv_bytes_per_token / 1024:.2f}", "KiB"),
+        ("states of a sequence", f"{found.state_bytes / 2**20:.2f}", "MiB"),
+        ("block size", f"{found.block_size}", "tokens (no shorter prefix can hit)"),
+        (
+            f"sequences of {arguments.max_model_len} tokens",
+            f"{found.max_concurrency:.2f}",
+            f"at once ({blocks})",
+        ),
+        ("TP sizes that divide", "", sizes),
     )
-    yield f"  TP sizes that divide         {', '.join(map(str, sizes))}"
+    columns = ("left", "right", "left")
+    table = tabulate(rows, tablefmt="plain", colalign=columns, disable_numparse=True)
+    gpus = f"{arguments.tp} GPU(s) of {arguments.gpu_memory:g} GiB"
+    return f"{name}, {arguments.dtype}, {gpus}\n{textwrap.indent(table, '  ')}"
 
 
 def serve_line(model: str, arguments: argparse.Namespace, sequences: int) -> str:
@@ -246,8 +253,7 @@ def run(arguments: argparse.Namespace) -> int:
         tp=arguments.tp,
         reserve_bytes=int(arguments.reserve * GIB),
     )
-    for line in describe(name, config, found, arguments):
-        print(line)
+    print(describe(name, config, found, arguments))
     if found.max_concurrency < 1:
         print("\nDoes not fit: shorten --max-model-len, use FP8 or more GPUs.")
         return 1
