@@ -25,15 +25,9 @@ from vllm.entrypoints.generate.base.protocol import (
     FunctionCall,
     ToolCall,
 )
-from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionRequest,
-    ChatCompletionToolsParam,
-)
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.parser.engine.events import EventType, SemanticEvent
 from vllm.parser.engine.parser_engine import ParserEngine, ToolCallSlot
 from vllm.parser.engine.parser_engine_config import ParserEngineConfig, Transition
-from vllm.tool_parsers.utils import iter_response_function_tool_info
 
 from vllm_metis.parser.arguments import Parameters
 from vllm_metis.parser.call import FUNCTION_END
@@ -46,11 +40,11 @@ from vllm_metis.parser.reasoning import (
     ReasoningEnd,
     opening_of,
 )
+from vllm_metis.parser.request import Request, schema_of
 from vllm_metis.parser.token_text import token_texts
 from vllm_metis.parser.tool_grammar import binding
 from vllm_metis.parser.turn import CALL, CONTENT, ENDS, OVER, REASONING, TurnReader
-
-Request = ChatCompletionRequest | ResponsesRequest
+from vllm_metis.parser.workarounds import was_direct_after_all
 
 GRAMMAR = ParserEngineConfig(
     name="metis",
@@ -177,15 +171,16 @@ class MetisEngine(ParserEngine):
 
     def _parameters_of(self, name: str) -> Parameters:
         if name not in self._parameters:
-            self._parameters[name] = Parameters(_schema_of(name, self._tools or ()))
+            self._parameters[name] = Parameters(schema_of(name, self._tools or ()))
         return self._parameters[name]
 
     # From events to API fields
 
     def _single_pass_parse(self, text, token_ids, initial_state=None):
         result = super()._single_pass_parse(text, token_ids, initial_state)
-        if initial_state is None and self._guessed and self._engine.ended_in_reasoning:
-            # vLLM showed no prompt, and a whole turn without </think> was none of thinking.
+        if initial_state is None and was_direct_after_all(
+            self._guessed, self._engine.ended_in_reasoning
+        ):
             result = super()._single_pass_parse(text, token_ids, CONTENT)
         return result
 
@@ -231,16 +226,3 @@ class MetisEngine(ParserEngine):
         return ExtractedToolCallInformation(
             tools_called=bool(calls), tool_calls=calls, content=content or None
         )
-
-
-def _schema_of(name: str, tools: Sequence[Any]) -> dict[str, Any] | None:
-    """Return the schema that the request's tool of this name declares for its parameters."""
-    for tool in tools:
-        if isinstance(tool, ChatCompletionToolsParam):
-            declared = [(tool.function.name, tool.function.parameters)]
-        else:
-            declared = iter_response_function_tool_info(tool)
-        for tool_name, schema in declared:
-            if tool_name == name:
-                return schema
-    return None

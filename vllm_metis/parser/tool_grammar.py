@@ -14,8 +14,6 @@ import re
 from typing import Any
 
 import xgrammar
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.tool_parsers.structural_tag_registry import (
@@ -41,6 +39,7 @@ from xgrammar.structural_tag import (
 )
 
 from vllm_metis.parser.call import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
+from vllm_metis.parser.request import Request
 from vllm_metis.parser.schema import is_circular
 from vllm_metis.parser.turn import Binding
 
@@ -75,7 +74,7 @@ def binding(constraint: StructuredOutputsParams | None, marker: int) -> Binding:
 
 
 def structural_tag(
-    request: ChatCompletionRequest | ResponsesRequest, strict_level: ToolStrictLevel, marker: int
+    request: Request, strict_level: ToolStrictLevel, marker: int
 ) -> StructuralTag | None:
     """Return the grammar that the request asks for, None if it leaves calls free.
 
