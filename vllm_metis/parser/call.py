@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable
 
 from vllm_metis.parser.arguments import Parameters, quote
+from vllm_metis.parser.tag_beginnings import beginning_finder
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -31,8 +32,7 @@ _LONGEST_NAME = 256
 
 _TAGS_IN_VALUE = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
 _TAG_IN_VALUE = re.compile("|".join(_TAGS_IN_VALUE))
-_BEGINNINGS = frozenset(tag[:n] for tag in _TAGS_IN_VALUE for n in range(1, len(tag)))
-_LONGEST_BEGINNING = max(map(len, _BEGINNINGS))
+_beginning_of_tag_in_value = beginning_finder(_TAGS_IN_VALUE)
 
 # What follows `</parameter>`: another tag, or nothing that could not become one.
 _BEGUN = "|".join(tag[:n] for tag in (PARAMETER, FUNCTION_END) for n in range(len(tag) - 1, 0, -1))
@@ -204,11 +204,7 @@ class Call:
         text = self._text
         if self._whole and self._complete:
             return len(text.removesuffix("\n"))
-        tail = text[-_LONGEST_BEGINNING:]
-        if "<" not in tail:  # nearly always
-            return len(text) - tail.endswith("\n")
-        lengths = (n for n in range(len(tail), 0, -1) if tail[-n:] in _BEGINNINGS)
-        return len(text) - next(lengths, 0)
+        return len(text) - _beginning_of_tag_in_value(text)
 
     def _hold(self) -> bool:
         if self._whole:

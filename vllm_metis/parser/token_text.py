@@ -13,6 +13,8 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from vllm_metis.parser.tag_beginnings import beginning_finder
+
 _REPLACEMENT = "\ufffd"
 # Characters by which the count may be off after bytes that are no UTF-8.
 _SLACK = 16
@@ -52,7 +54,7 @@ class TextWithMarkers:
         self._special = special
         self._id_of = {spelling: token_id for token_id, spelling in special.items()}
         self._spelling = re.compile("|".join(map(re.escape, self._id_of)))
-        self._longest = max(map(len, self._id_of))
+        self._beginning_of_spelling = beginning_finder(self._id_of)
         self.reset()
 
     def reset(self) -> None:
@@ -137,13 +139,8 @@ class TextWithMarkers:
         for match in self._spelling.finditer(text):
             pieces += [text[start : match.start()], self._id_of[match.group()]]
             start = match.end()
-        keep = 0 if whole else self._beginning(text, start)
-        pieces.append(text[start : len(text) - keep])
-        self._text = text[len(text) - keep :]
+        text = text[start:]
+        kept = len(text) if whole else len(text) - self._beginning_of_spelling(text)
+        pieces.append(text[:kept])
+        self._text = text[kept:]
         return [piece for piece in pieces if piece != ""]
-
-    def _beginning(self, text: str, start: int) -> int:
-        """Return how many characters at the end may be the beginning of a spelling."""
-        at = text.rfind("<", max(start, len(text) - self._longest + 1))
-        tail = text[at:]
-        return len(tail) if at >= 0 and any(s.startswith(tail) for s in self._id_of) else 0

@@ -23,6 +23,7 @@ from vllm_metis.parser.reasoning import (
     Opening,
     ReasoningEnd,
 )
+from vllm_metis.parser.tag_beginnings import beginning_finder
 from vllm_metis.parser.token_text import TextWithMarkers, TokenTexts
 
 REASONING, CONTENT = ParserState.REASONING, ParserState.CONTENT
@@ -30,10 +31,7 @@ CALL, OVER = ParserState.TOOL_ARGS, ParserState.TOOL_BETWEEN
 
 ENDS = ("TURN_END", "TEXT_END")  # terminals
 _SPACE = " \t\r\n"
-_BEGINNINGS = frozenset(
-    tag[:length] for tag in ("\n" + THINK_END, THINK_END) for length in range(1, len(tag))
-)
-_LONGEST_BEGINNING = max(map(len, _BEGINNINGS))
+_beginning_of_think_end = beginning_finder(("\n" + THINK_END, THINK_END))
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ class TurnReader:
         text = self._held + self._without_line_breaks(text)
         end = text.find(THINK_END)
         if end < 0:
-            kept = len(text) - _length_of_beginning(text)
+            kept = len(text) - _beginning_of_think_end(text)
             self._held = text[kept:]
             if kept:
                 self._emit(EventType.REASONING_CHUNK, text[:kept], events)
@@ -301,11 +299,3 @@ class TurnReader:
             quoted = self._special[self._marker] + self._next.unread
             self._next = None
             self._read(quoted, events)
-
-
-def _length_of_beginning(text: str) -> int:
-    """Return how many characters at the end may be the beginning of the tag, with its line break."""
-    tail = text[-_LONGEST_BEGINNING:]
-    if "<" not in tail:  # nearly always
-        return int(tail.endswith("\n"))
-    return next((n for n in range(len(tail), 0, -1) if tail[-n:] in _BEGINNINGS), 0)
