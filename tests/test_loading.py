@@ -17,7 +17,8 @@ from harness.checkpoint import config_of
 from tests.test_weights import ALL_AT_ONCE
 from vllm_metis.checkpoint.audit import CheckpointError
 from vllm_metis.checkpoint.specs import checkpoint_tensors
-from vllm_metis.cli.check import INDEX
+from vllm_metis.cli.check import INDEX, read_header
+from vllm_metis.cli.plan import weights_bytes
 from vllm_metis.config import Metis16Config
 
 
@@ -89,6 +90,27 @@ def test_every_layer_and_pass_has_a_cache_of_its_own(loaded):
     mixers = [layer for layer in context.values() if hasattr(layer, "conv_ssm_forward")]
     assert len({id(mixer) for mixer in mixers}) == len(mixers)
     assert all(context[mixer.prefix] is mixer for mixer in mixers)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_holds_of_the_parameters_what_their_specs_say(checkpoint, monkeypatch, tp):
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import get_tp_group
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    folder = checkpoint("tiny", "lm_head=absent")  # vLLM ties two copies once it read them
+    vllm_config = EngineArgs(
+        model=str(folder), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True
+    ).create_engine_config()
+    monkeypatch.setattr(get_tp_group(), "world_size", tp)  # the first of so many, without the rest
+    dtype, device = set_default_torch_dtype(torch.bfloat16), torch.device("meta")
+    with set_current_vllm_config(vllm_config), dtype, device:
+        model = initialize_model(vllm_config)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    config = Metis16Config(**json.loads((folder / "config.json").read_text()))
+    assert held == weights_bytes(config, "bf16", tp)
 
 
 FLOAT32 = ("mamba.A", "mamba.D", "mamba.dt_bias", "expert_router", "selection_bias", "continuation")
@@ -195,6 +217,64 @@ def test_check_names_a_file_that_is_cut_short(checkpoint, tmp_path):
     assert f"model.safetensors: expected {size} bytes by its header, found {size - 100}" in printed
 
 
+def safetensors(path: Path, entries: dict[str, object], size: int) -> Path:
+    """Write a header and a sparse rest of `size` bytes."""
+    raw = json.dumps(entries).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + size)
+    return path
+
+
+def test_of_a_file_the_header_alone_is_read(tmp_path):
+    """A terabyte of weights, more than any machine reads or reserves in the time of a test."""
+    size = 2**40
+    entry = {"dtype": "F8_E4M3", "shape": [2**20, 2**20], "data_offsets": [0, size]}
+    path = safetensors(tmp_path / "large.safetensors", {"weight": entry}, size)
+    (tensor,) = read_header(path).values()
+    assert (tensor.device.type, tensor.nbytes) == ("meta", size)
+
+
+SOUND = {"weight": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}
+
+
+@pytest.mark.parametrize("size", [0, 5, 11])
+def test_a_file_that_is_cut_short_is_to_be_downloaded_again(tmp_path, size):
+    path = safetensors(tmp_path / "cut.safetensors", SOUND, size)
+    whole = path.stat().st_size + 12 - size
+    with pytest.raises(ValueError, match=f"cut.safetensors: expected {whole} bytes") as error:
+        read_header(path)
+    assert str(error.value).endswith("the file is cut short, download it again")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        b"<!DOCTYPE html><html>Not found</html>",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 20800000000\n",
+        (200).to_bytes(8, "little") + b'{"weight": {"dtype": "BF16", "sha',
+        (4).to_bytes(8, "little") + b"\x80\x04\x95.",
+    ],
+    ids=["empty", "short", "a web page", "an LFS pointer", "cut in its header", "a pickle"],
+)
+def test_a_file_that_is_not_safetensors_is_named(tmp_path, content):
+    path = tmp_path / "junk.safetensors"
+    path.write_bytes(content)
+    message = "junk.safetensors: expected a safetensors file, found no readable header"
+    with pytest.raises(ValueError, match=message) as error:
+        read_header(path)
+    assert "download it again" in str(error.value)
+
+
+def test_a_dtype_that_no_model_has_is_named(tmp_path):
+    entry = {"dtype": "F4", "shape": [2, 12], "data_offsets": [0, 12]}
+    path = safetensors(tmp_path / "odd.safetensors", {"weight": entry}, 12)
+    with pytest.raises(ValueError, match=r"odd.safetensors: unknown dtypes F4"):
+        read_header(path)
+
+
 def test_check_reads_a_checkpoint_of_full_size_from_its_headers(checkpoint, tmp_path):
     """20 GB of weights that take no disk: the file is sparse past its header."""
     folder = tmp_path / "logos"
@@ -219,7 +299,7 @@ def test_check_reads_a_checkpoint_of_full_size_from_its_headers(checkpoint, tmp_
         file.truncate(8 + len(raw) + offset)
     code, printed = check(folder)
     assert code == 0, printed
-    # model.md: a BF16 file of 20.80 GB, unused heads included.
+    # docs/model.md: a BF16 file of 20.80 GB, unused heads included.
     assert offset == pytest.approx(20.8e9, rel=1e-3)
 
 
