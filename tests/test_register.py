@@ -23,9 +23,11 @@ def test_the_wheel_declares_one_entry_point():
     assert [entry.value for entry in found] == ["vllm_metis:register"]
 
 
-def test_importing_the_package_imports_neither_torch_nor_vllm():
+def test_importing_the_packages_imports_neither_torch_nor_vllm():
     printed = run_python(
-        "import sys, vllm_metis; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
+        "import sys, vllm_metis, vllm_metis.checkpoint, vllm_metis.cli\n"
+        "import vllm_metis.model, vllm_metis.parser\n"
+        "print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
     )
     assert printed.strip() == "set()"
 
