@@ -125,6 +125,12 @@ def without_plugin(folder: Path) -> Path:
     return copy
 
 
+def modules() -> list[str]:
+    """Return the name of every module of the plugin in the tree."""
+    paths = [path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("vllm_metis/**/*.py")]
+    return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
+
+
 @nox.session(tags=["cpu"])
 def lint(session: nox.Session) -> None:
     """Check style, matrices against their schema, and workflows for mistakes and risks."""
@@ -144,7 +150,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(tags=["cpu"])
 def types(session: nox.Session) -> None:
-    """Check the harness's types, strictly; torch and vLLM need not be there."""
+    """Check the types of plugin and harness, strictly; torch and vLLM need not be there."""
     session.install("--quiet", "--group", "types")
     session.run("mypy")
 
@@ -162,8 +168,10 @@ def build(session: nox.Session) -> None:
     session.install("--quiet", "packaging")
     found = "import vllm_metis.version; from importlib.metadata import entry_points as e"
     value = "e(group='vllm.general_plugins', name='metis')['metis'].value"
+    lost = "sys.exit([m for m in sys.argv[1:] if util.find_spec(m) is None] or None)"
     with session.chdir(out):
         session.run("python", "-c", f"{found}; assert {value} == 'vllm_metis:register'")
+        session.run("python", "-c", f"import sys; from importlib import util; {lost}", *modules())
 
 
 @nox.session(tags=["cpu"], venv_backend="none")
