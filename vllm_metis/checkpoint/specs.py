@@ -8,10 +8,9 @@ many bytes a tensor takes for it. Names are vLLM's, with projections packed and 
 Source: docs/model.md, "Checkpoint tensors" and "FP8 checkpoints".
 """
 
-import dataclasses
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_metis.config import Metis16Config
@@ -24,7 +23,6 @@ PACKED = {
 
 PADDED_WIDTH = 16
 """Multiple, per rank, to which expert widths are padded when a TP size does not divide them."""
-
 
 MODEL_DTYPES = {"fp32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a value in the model dtype; an FP8 release keeps all but its listed modules in BF16."""
@@ -160,7 +158,7 @@ def checkpoint_tensors(config: Metis16Config) -> dict[str, TensorSpec]:
         }
 
     def moe(name: str) -> dict[str, TensorSpec]:
-        experts = {}
+        experts: dict[str, TensorSpec] = {}
         for e in range(config.num_experts):
             experts |= swiglu(f"{name}.experts.{e}", expert, float8=Float8.RELEASED)
         return {
@@ -220,9 +218,7 @@ def parts_of(config: Metis16Config, name: str, tensor: TensorSpec) -> dict[str, 
         else:
             rows = [tensor.shape[0] // len(parts)] * len(parts)
         return {
-            name.replace(packed, part): dataclasses.replace(
-                tensor, shape=(count, *tensor.shape[1:])
-            )
+            name.replace(packed, part): replace(tensor, shape=(count, *tensor.shape[1:]))
             for part, count in zip(parts, rows, strict=True)
         }
     return {}

@@ -6,6 +6,8 @@ over them, then builds the model on the meta device and loads the headers' tenso
 through the same code as the server. Seconds for a checkpoint of any size.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -15,10 +17,14 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
+
+if TYPE_CHECKING:
+    from vllm_metis.config import Metis16Config
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -122,7 +128,9 @@ def part_of(name: str) -> str:
     return next(part for part, pattern in PARTS if re.search(pattern, name))
 
 
-def describe(folder: Path, config, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
+def describe(
+    folder: Path, config: Metis16Config, tensors: dict[str, torch.Tensor]
+) -> Iterator[str]:
     """Yield the lines of the report: geometry, then bytes and dtypes by part of the model."""
     from vllm_metis.checkpoint.names import MAPPER
 

@@ -59,7 +59,9 @@ from vllm_metis.model.moe import LatentMoE, Routing
 class Metis16DecoderLayer(nn.Module):
     """One layer: a mixer and a latent MoE, each behind its own hyper-connection."""
 
-    def __init__(self, config: Metis16Config, vllm_config: VllmConfig, index: int, prefix: str):
+    def __init__(
+        self, config: Metis16Config, vllm_config: VllmConfig, index: int, prefix: str
+    ) -> None:
         super().__init__()
         quant_config, cache_config = vllm_config.quant_config, vllm_config.cache_config
         attention = config.attention_layer_indices

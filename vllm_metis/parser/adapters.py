@@ -13,7 +13,10 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.engine.adapters import ParserEngineReasoningAdapter, ParserEngineToolAdapter
 from vllm.parser.metrics import record_tool_parser_invocation
+from vllm.tokenizers import TokenizerLike
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+from vllm.tool_parsers.utils import Tool
+from xgrammar import StructuralTag
 
 from vllm_metis.parser.engine import MetisEngine
 from vllm_metis.parser.request import Request
@@ -73,7 +76,13 @@ class MetisToolParser(ParserEngineToolAdapter, metaclass=_Composable):
     def adjust_request(self, request: Request) -> Request:
         return self._parser_engine.adjust_request(request)
 
-    def get_structural_tag(self, request, *, reasoning=False, strict_level=ToolStrictLevel.AUTO):
+    def get_structural_tag(
+        self,
+        request: Request,
+        *,
+        reasoning: bool = False,
+        strict_level: ToolStrictLevel = ToolStrictLevel.AUTO,
+    ) -> StructuralTag | None:
         if not envs.VLLM_ENFORCE_STRICT_TOOL_CALLING:
             return None
         return structural_tag(request, strict_level, self._parser_engine.marker)
@@ -82,7 +91,13 @@ class MetisToolParser(ParserEngineToolAdapter, metaclass=_Composable):
 class MetisParser(DelegatingParser):
     """Reads a turn in one piece, with its ids, for whichever of the two parsers the server has."""
 
-    def __init__(self, tokenizer, tools=None, *args, **kwargs) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        tools: list[Tool] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(tokenizer, tools, *args, **kwargs)
         adapter: Any = self._reasoning_parser or self._tool_parser
         self._turn: MetisEngine = adapter._parser_engine

@@ -27,7 +27,9 @@ from vllm.entrypoints.generate.base.protocol import (
 )
 from vllm.parser.engine.events import EventType, SemanticEvent
 from vllm.parser.engine.parser_engine import ParserEngine, ToolCallSlot
-from vllm.parser.engine.parser_engine_config import ParserEngineConfig, Transition
+from vllm.parser.engine.parser_engine_config import ParserEngineConfig, ParserState, Transition
+from vllm.tokenizers import TokenizerLike
+from vllm.tool_parsers.utils import Tool
 
 from vllm_metis.parser.arguments import Parameters
 from vllm_metis.parser.call import FUNCTION_END
@@ -81,9 +83,11 @@ _ENDS = [GRAMMAR.token_id_terminals[end] for end in ENDS]
 class MetisEngine(ParserEngine):
     """vLLM's parser engine over `TurnReader`."""
 
-    _engine: TurnReader  # type: ignore[assignment] # has what is used of a StreamingParserEngine
+    _engine: TurnReader  # has what is used of a StreamingParserEngine
 
-    def __init__(self, tokenizer, tools=None, **kwargs) -> None:
+    def __init__(
+        self, tokenizer: TokenizerLike, tools: list[Tool] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(tokenizer, tools, parser_engine_config=GRAMMAR, **kwargs)
         self._texts = token_texts(tokenizer)
         self._special = {
@@ -176,7 +180,9 @@ class MetisEngine(ParserEngine):
 
     # From events to API fields
 
-    def _single_pass_parse(self, text, token_ids, initial_state=None):
+    def _single_pass_parse(
+        self, text: str, token_ids: Sequence[int], initial_state: ParserState | None = None
+    ) -> tuple[str | None, str | None, ExtractedToolCallInformation]:
         result = super()._single_pass_parse(text, token_ids, initial_state)
         if initial_state is None and was_direct_after_all(
             self._guessed, self._engine.ended_in_reasoning

@@ -8,12 +8,18 @@ in ordinary tokens; so its place in the text is found by counting the characters
 it. Where no ids are given, the spelling is all there is.
 """
 
+from __future__ import annotations
+
 import functools
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from vllm_metis.parser.tag_beginnings import beginning_finder
+
+if TYPE_CHECKING:
+    from vllm.tokenizers import TokenizerLike
 
 _REPLACEMENT = "\ufffd"
 # Characters by which the count may be off after bytes that are no UTF-8.
@@ -23,7 +29,7 @@ _SLACK = 16
 class TokenTexts(dict[int, str]):
     """The text of each token alone, decoded once."""
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer: TokenizerLike) -> None:
         super().__init__()
         self._tokenizer = tokenizer
 
@@ -36,7 +42,7 @@ class TokenTexts(dict[int, str]):
 
 
 @functools.lru_cache(maxsize=8)
-def token_texts(tokenizer) -> TokenTexts:
+def token_texts(tokenizer: TokenizerLike) -> TokenTexts:
     """Return the tokenizer's one table, which its requests share."""
     return TokenTexts(tokenizer)
 

@@ -68,7 +68,7 @@ class TurnReader:
         self._marker = next(n for n, name in self._terminals.items() if name == "TOOL_START")
         self._parameters_of = parameters_of
         self._pieces = TextWithMarkers(texts, special)
-        self._read_text = {
+        self._read_text: dict[ParserState, Callable[[str, list[SemanticEvent]], str]] = {
             REASONING: self._read_reasoning,
             CONTENT: self._read_content,
             CALL: self._read_call,
