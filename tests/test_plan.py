@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m vllm_metis plan`: its figures are those of the files, of model.md and of the engine."""
+"""`python -m vllm_metis plan`: its figures are those of the files, of docs/model.md and of the engine."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def test_the_published_geometry_is_that_of_the_checkpoints_written_here(name):
         assert getattr(published, field.name) == getattr(written, field.name), field.name
 
 
-# model.md: sizes of the files, which hold a second copy of the embedding and unused heads.
+# docs/model.md: sizes of the files, which hold a second copy of the embedding and unused heads.
 @pytest.mark.parametrize(
     ("name", "dtype", "file_bytes"),
     [
