@@ -19,8 +19,11 @@ def beginning_finder(tags: Iterable[str]) -> Callable[[str], int]:
 
     def beginning_at_end(text: str) -> int:
         tail = text[-longest:]
-        if "<" not in tail:  # nearly always
-            return int(has_line_break and tail.endswith("\n"))
-        return next((n for n in range(len(tail), 0, -1) if tail[-n:] in beginnings), 0)
+        if "<" in tail:  # hardly ever
+            at = tail.rfind("<")
+            for start in (at - 1, at) if at else (at,):
+                if tail[start:] in beginnings:
+                    return len(tail) - start
+        return has_line_break and tail.endswith("\n")
 
     return beginning_at_end
