@@ -71,7 +71,7 @@ def test_what_the_model_defines_in_float32_takes_four_bytes_in_every_dtype():
 
 
 def kinds(specs: dict[str, TensorSpec], float8: Float8) -> set[str]:
-    """Return the last two parts of the names of the modules that are so."""
+    """Return the modules of layers that are so, without the numbers in their names."""
     return {
         ".".join(part for part in name.split(".")[:-1] if not part.isdigit()).split("layers.")[-1]
         for name, spec in specs.items()
