@@ -55,7 +55,6 @@ class TensorSpec:
             were trained for more passes).
         float8: Whether it may be FP8, and is in FP8 releases.
         split: What each rank holds of it.
-        scales_split: Whether a rank is counted its share of the scales although columns are split.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +62,6 @@ class TensorSpec:
     rows_at_least: bool = False
     float8: Float8 = Float8.REFUSED
     split: Split = Split.WHOLE
-    scales_split: bool = False
 
     @property
     def quantizable(self) -> bool:
@@ -89,7 +87,7 @@ class TensorSpec:
         if not self._is_float8(dtype):
             return 0
         # Columns that are split have the same rows, so the same scales, on every rank.
-        return 4 * self.shape[0] // (tp if self.split is Split.ROWS or self.scales_split else 1)
+        return 4 * self.shape[0] // (tp if self.split is Split.ROWS else 1)
 
     def _is_float8(self, dtype: str) -> bool:
         return dtype == "fp8" and self.float8 is Float8.RELEASED
@@ -123,14 +121,7 @@ def checkpoint_tensors(config: Metis16Config) -> dict[str, TensorSpec]:
         rank = config.attention_pass_lora_rank
         return {
             **linear(f"{name}.qkv_proj", qkv, hidden, split=Split.ROWS, float8=Float8.RELEASED),
-            **linear(
-                f"{name}.o_proj",
-                hidden,
-                q,
-                split=Split.COLUMNS,
-                float8=Float8.RELEASED,
-                scales_split=True,  # though vLLM holds them all: 4 bytes a row too few are planned
-            ),
+            **linear(f"{name}.o_proj", hidden, q, split=Split.COLUMNS, float8=Float8.RELEASED),
             **linear(f"{name}.pass_lora_down", rank, hidden),
             **linear(f"{name}.pass_lora_up", qkv, rank, split=Split.ROWS),
             f"{name}.pass_gates": TensorSpec((passes,), rows_at_least=True),
