@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes `pytest matrices/NAME.yaml` run a matrix."""
 
-pytest_plugins = ["harness.collect"]
+pytest_plugins = ["harness.run.plugin"]

@@ -48,8 +48,8 @@ PYTHON = os.environ.get("METIS_PYTHON", sys.executable)
 """What runs the GPU sessions: the interpreter of the environment that serves."""
 
 XDIST = ("-n", "2", "--dist", "loadfile")
-PARSER_TESTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_parser*.py"))
-WEIGHT_TESTS = [f"tests/test_{name}.py" for name in ("loading", "quantization", "weights")]
+OWN_SESSION = ("parser", "weights", "serving")
+"""Folders of tests that sessions of their own run."""
 
 
 def engine(session: nox.Session) -> str:
@@ -176,21 +176,20 @@ def build(session: nox.Session) -> None:
 
 @nox.session(tags=["cpu"], venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run every test that needs no GPU, but for the servers and matrices of other sessions."""
-    ignored = ("tests/serving", *PARSER_TESTS, *WEIGHT_TESTS)
-    pytest(session, "tests", *XDIST, *(f"--ignore={path}" for path in ignored))
+    """Run every test that needs no GPU, but for those of parsers, weights and servers."""
+    pytest(session, "tests", *XDIST, *(f"--ignore=tests/{name}" for name in OWN_SESSION))
 
 
 @nox.session(tags=["cpu"], venv_backend="none")
 def parsers(session: nox.Session) -> None:
     """Read turns whole and in every delta size: the parser tests, the cases, the matrix."""
-    pytest(session, *PARSER_TESTS, "matrices/parsers.yaml", *XDIST)
+    pytest(session, "tests/parser", "matrices/parsers.yaml", *XDIST)
 
 
 @nox.session(tags=["cpu"], venv_backend="none")
 def weight_map(session: nox.Session) -> None:
     """Hold every spelling of a checkpoint, and METIS_MODEL_DIR's where set, against the model."""
-    pytest(session, *WEIGHT_TESTS, *XDIST)
+    pytest(session, "tests/weights", *XDIST)
 
 
 @nox.session(tags=["cpu"], venv_backend="none")

@@ -10,18 +10,25 @@ import importlib
 import sys
 
 COMMANDS = {
-    "checkpoint": ("harness.checkpoint", "write a tiny, or full-size, random checkpoint"),
-    "quantize": ("harness.quantize", "write the FP8 copy of a checkpoint"),
-    "loaded_weights": ("harness.loaded_weights", "compare what vLLM holds with a checkpoint"),
-    "logits": ("harness.logits", "store a checkpoint's FP32 logits, by its own code"),
-    "golden": ("harness.golden", "hold the reference, or the engine, against golden vectors"),
-    "cases": ("harness.cases", "replay parser cases of a YAML file, whole and streamed"),
-    "list": ("harness.list_cells", "print the cells of a matrix and their engines"),
-    "judge": ("harness.judge", "decide again on a saved run, without an engine"),
-    "compare": ("harness.compare", "say which cells of two runs differ, and how"),
-    "report": ("harness.report", "write Markdown and HTML of a saved run"),
-    "baseline": ("harness.baseline", "renew the stored baseline of a matrix, on purpose"),
-    "bench": ("harness.bench", "measure the parsers"),
+    "checkpoint": ("harness.checkpoints.write", "write a tiny, or full-size, random checkpoint"),
+    "quantize": ("harness.checkpoints.quantize", "write the FP8 copy of a checkpoint"),
+    "loaded_weights": (
+        "harness.loaded_weights.command",
+        "compare what vLLM holds with a checkpoint",
+    ),
+    "logits": ("harness.run.logits", "store a checkpoint's FP32 logits, by its own code"),
+    "golden": (
+        "harness.scoring.golden",
+        "hold the reference, or the engine, against golden vectors",
+    ),
+    "cases": ("harness.serving.cases", "replay parser cases of a YAML file, whole and streamed"),
+    "list": ("harness.matrices.list_cells", "print the cells of a matrix and their engines"),
+    "schema": ("harness.matrices.schema", "write the JSON schema of matrices, for editors"),
+    "judge": ("harness.records.judge", "decide again on a saved run, without an engine"),
+    "compare": ("harness.records.compare", "say which cells of two runs differ, and how"),
+    "report": ("harness.report.page", "write Markdown and HTML of a saved run"),
+    "baseline": ("harness.records.baseline", "renew the stored baseline of a matrix, on purpose"),
+    "bench": ("harness.serving.bench", "measure the parsers"),
 }
 """Module of each command, imported when asked for: most need neither torch nor vLLM."""
 

@@ -50,7 +50,7 @@ def _checkpoints_bring_their_own_code() -> Iterator[None]:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that gives the folder of a checkpoint, written on the first call.
 
-    Its arguments are those of `harness.checkpoint.write_checkpoint`, the spelling as text.
+    Its arguments are those of `harness.checkpoints.write.write_checkpoint`, the spelling as text.
     """
     base = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
@@ -59,8 +59,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     root.mkdir(exist_ok=True)
 
     def write(shape: str = "tiny", spelling: str = "", **options: object) -> Path:
-        from harness.checkpoint import write_checkpoint
-        from harness.spelling import Spelling
+        from harness.checkpoints.spelling import Spelling
+        from harness.checkpoints.write import write_checkpoint
 
         key = "-".join([shape, spelling, *(f"{k}={v}" for k, v in sorted(options.items()))])
         folder = root / key.replace(",", "_").replace("/", "_").strip("-")

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.records import EngineObservation, RequestObservation
-from harness.worker import Worker
+from harness.kinds.parity.observation import EngineObservation, RequestObservation
+from harness.process.worker import Worker
 
 ARGS = {
     "dtype": "float32",
@@ -32,6 +32,15 @@ def ids(length: int, seed: int = 0) -> list[int]:
     return [(i * 7919 + (seed + 1) * 104729) % 500 + 7 for i in range(length)]
 
 
+def configure(folder: Path, **arguments: Any) -> Any:
+    """Resolve the engine's configuration, as every vLLM command does first."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, **arguments
+    ).create_engine_config()
+
+
 class Engine:
     """A started engine; `facts` are its resolved settings."""
 
@@ -47,9 +56,13 @@ class Engine:
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
-            "logprobs": 1,
+            "logprobs": 2,
         }
-        workload = {"rounds": [{"schedule": how, "prompts": list(names)} for how, names in rounds]}
+        workload = {
+            "rounds": [
+                {"schedule": how, "cached": "any", "prompts": list(names)} for how, names in rounds
+            ]
+        }
         self._runs += 1
         job = {
             "settings": {"workload": workload, "sampling": sampling},
@@ -64,7 +77,7 @@ def engine(
     model: Path, folder: Path, environment: Mapping[str, str] = {}, **args: Any
 ) -> Iterator[Engine]:
     """Start an engine on the CPU with `args` over `ARGS`; it is gone when the block ends."""
-    command = [sys.executable, "-m", "harness.engine"]
+    command = [sys.executable, "-m", "harness.kinds.parity.child"]
     config = {"model": str(model), "args": {**ARGS, **args}}
     worker = Worker(command, config, folder, "engine", {**ENVIRONMENT, **environment})
     try:

@@ -4,20 +4,13 @@
 import math
 from typing import Any
 
-from harness import metrics, records
-from harness.records import (
-    Corpus,
-    EngineFacts,
-    EngineObservation,
-    Identity,
-    PromptFloor,
-    Record,
-    Reference,
-    RequestObservation,
-    RequestScores,
-    Scores,
-    Step,
-)
+from harness.evidence.engine import EngineFacts
+from harness.evidence.environment import Environment
+from harness.evidence.record import Corpus, Identity, Record, Run
+from harness.evidence.scores import PromptFloor, Reference, RequestScores, Scores
+from harness.judging import metrics
+from harness.kinds.parity.observation import EngineObservation, RequestObservation, Step
+from harness.records.store import AnyRecord
 
 VOCABULARY = 64
 BLOCK_SIZE = 16
@@ -51,6 +44,56 @@ def settings(**changes: Any) -> dict[str, Any]:
         "timeout": {"start_s": 20, "cell_s": 20},
     }
     return found | changes
+
+
+PARSER = {
+    "checkpoint": settings()["checkpoint"],
+    "parser": {
+        "delta_size": 1,
+        "history": "none",
+        "mode": "direct",
+        "tool_choice": "auto",
+        "truncation": "none",
+    },
+    "timeout": settings()["timeout"],
+}
+"""Settings of a parser cell."""
+
+CARD = {
+    "name": "NVIDIA H200",
+    "driver": "580",
+    "memory_mib": "143771",
+    "memory_used_mib": "0",
+    "compute_capability": "9.0",
+    "sm_clock_mhz": "345",
+    "max_sm_clock_mhz": "1980",
+    "power_limit_w": "700.00",
+}
+
+
+def smoke_settings(**smoke: Any) -> dict[str, Any]:
+    """Settings of a smoke cell that looks at `smoke`, behind a server."""
+    rounds = [{"schedule": "alone", "cached": "any", "prompts": ["p"]}]
+    return {
+        "engine": {"args": {}, "env": {}, "serve": True},
+        "smoke": smoke,
+        "workload": {"rounds": rounds},
+        "timeout": settings()["timeout"],
+    }
+
+
+def environment(**changes: Any) -> Environment:
+    """A machine without a card, outside a checkout."""
+    fields: dict[str, Any] = {
+        "versions": {"vllm": "0.31.0"},
+        "sources_sha256": {},
+        "machine": {"system": "s", "architecture": "a", "processor": "fake", "cores": 2},
+        "cards": [],
+        "foreign_processes_on_cards": [],
+        "git": {"commit": None, "dirty": None},
+        "flags": {},
+    }
+    return Environment(**(fields | changes))
 
 
 def engine_facts(args: dict[str, Any], **changes: Any) -> EngineFacts:
@@ -178,7 +221,7 @@ def reference(*requests: RequestScores) -> Reference:
     return Reference(checkpoint_sha256="0" * 64, requests=found)
 
 
-def record(**changes: Any) -> Record:
+def record(**changes: Any) -> Record[Any]:
     """A record of `settings()` that passes."""
     fields: dict[str, Any] = {
         "run": "run",
@@ -189,12 +232,7 @@ def record(**changes: Any) -> Record:
         "engine_group": "fp32",
         "settings": settings(),
         "identity": Identity(cell_sha256="a" * 64, versions_sha256="b" * 64),
-        "environment": {
-            "versions": {"vllm": "0.31.0"},
-            "machine": {"processor": "fake"},
-            "cards": [],
-            "sources_sha256": {},
-        },
+        "environment": environment(),
         "seeds": {"checkpoint": 1},
         "timings_s": {"cell": 1.0, "engine_start": 2.0},
         "log": "logs/fp32.log",
@@ -202,10 +240,11 @@ def record(**changes: Any) -> Record:
         "observation": observation(),
         "reference": reference(),
     }
-    return Record(**(fields | changes))
+    made: Record[Any] = AnyRecord(**(fields | changes))
+    return made
 
 
-def header(*cells: str, **changes: Any) -> records.Run:
+def header(*cells: str, **changes: Any) -> Run:
     """The header of a run with these cells."""
     fields: dict[str, Any] = {
         "run": "run",
@@ -214,9 +253,9 @@ def header(*cells: str, **changes: Any) -> records.Run:
         "question": "Is it right?",
         "cells": list(cells),
         "started": "20261129-120000",
-        "environment": record().environment,
+        "environment": environment(),
     }
-    return records.Run(**(fields | changes))
+    return Run(**(fields | changes))
 
 
 def fake_observation(

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-from harness.soak_requests import bad_requests
+from harness.kinds.soak.child.requests import bad_requests
 
 MAX_MODEL_LEN = 64
 _PIECES = 3

@@ -17,7 +17,7 @@ import torch
 from vllm import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from harness.engine import spoil
+from harness.kinds.parity.child import spoil
 from tests.engines import ARGS
 
 

@@ -36,7 +36,7 @@ RUN = ("list", "judge", "compare", "report", "plan")
 SESSION_ENDS_IN = {
     "tests": "pytest tests",
     "serve_smoke": "pytest tests/serving",
-    "judge": "python -m harness report",
+    "judge": "python -m harness judge",
 }
 """What `nox -s NAME -- ARGUMENTS` adds its arguments to; a matrix's session runs the matrix."""
 
@@ -172,6 +172,15 @@ def _check_pip(words: list[str]) -> None:
         raise WrongCommand(f"pyproject.toml has no dependency group {', '.join(unknown)}")
 
 
+def _check_environment(words: list[str]) -> None:
+    """Only the one that noxfile.py builds, which must be where a page says."""
+    source = (REPOSITORY / "noxfile.py").read_text(encoding="utf-8")
+    parts = re.search(r"^ENGINE = ROOT((?: / \"[^\"]+\")+)$", source, re.MULTILINE)
+    folder = "/".join(re.findall(r"\"([^\"]+)\"", parts[1])) if parts else ""
+    if words != [f"{folder}/bin/activate"]:
+        raise WrongCommand(f"noxfile.py builds {folder}, and nothing else is entered")
+
+
 def _check_serve(words: list[str]) -> None:
     from vllm.entrypoints.launchers import cli_args
     from vllm.reasoning import ReasoningParserManager
@@ -243,6 +252,7 @@ FORMS: dict[str, Callable[[list[str]], None]] = {
     "nox": _check_nox,
     "pytest": _check_pytest,
     "pip install": _check_pip,
+    "source": _check_environment,
     "vllm serve": _check_serve,
     "python -m harness": _check_harness,
     "python -m vllm_metis": _check_metis,

@@ -13,33 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from harness import checkpoint, layout
-from harness.checkpoint import CheckpointError, config_of, write_checkpoint
-from harness.configuration_metis16 import Metis16Config
-from harness.reference import load_reference
-from harness.spelling import AXES, Spelling, SpellingError
-from harness.tokenizer import read_tokenizer
+from harness.checkpoints import layout
+from harness.checkpoints import write as checkpoint
+from harness.checkpoints.spelling import AXES, Spelling, SpellingError
+from harness.checkpoints.tokenizer import read_tokenizer
+from harness.checkpoints.write import UnwritableError, config_of, write_checkpoint
+from harness.reference.configuration_metis16 import Metis16Config
+from harness.reference.modeling_metis16 import load_reference
+from tests.micro import MICRO
 
 GOLDEN = Path(__file__).parent / "golden"
-# The smallest model with both kinds of layers; widths differ so that no two are mistaken.
-MICRO = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "attention_layer_indices": [1],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "mamba_d_state": 24,
-    "mamba_head_dim": 16,
-    "mamba_ngroups": 2,
-    "latent_dim": 40,
-    "n_routed_experts": 5,
-    "expert_intermediate_dim": 28,
-    "route_feature_dim": 20,
-    "memory_dim": 12,
-    "max_position_embeddings": 512,
-}
 FP32_ALWAYS = re.compile(
     r"^continuation\.|^depth_budget\.|\.(A_log|D|dt_bias|selection_bias)$"
     r"|\.(expert_router|k_router|k_budget)\."
@@ -243,7 +226,7 @@ def test_an_unknown_spelling_is_refused_with_those_that_exist(text, message):
 
 
 def test_an_unknown_shape_is_refused_with_those_that_exist():
-    with pytest.raises(CheckpointError, match=r"allowed are tiny, tiny16, logos, praxis"):
+    with pytest.raises(UnwritableError, match=r"allowed are tiny, tiny16, logos, praxis"):
         config_of("huge")
 
 
@@ -287,7 +270,7 @@ def test_no_more_than_a_shard_is_held_in_memory(tmp_path, monkeypatch):
 def test_a_folder_with_files_is_replaced_only_when_asked(write, tmp_path):
     write(seed=1)
     (tmp_path / "checkpoint/note.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not empty; pass --overwrite"):
+    with pytest.raises(UnwritableError, match="is not empty; pass --overwrite"):
         write(seed=2)
     assert (tmp_path / "checkpoint/note.txt").exists()
     write(seed=2, overwrite=True)

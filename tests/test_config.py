@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.checkpoint import SHAPES, config_of
+from harness.checkpoints.shapes import SHAPES
+from harness.checkpoints.write import config_of
 from tests.conftest import GOLDEN
 from vllm_metis.config import FIELDS, REQUIRED, ConfigError, Metis16Config
 from vllm_metis.hook import Metis16ConfigHook, UnsupportedError, tensor_parallel_sizes

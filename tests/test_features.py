@@ -13,32 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from harness.matrix import load_matrix
-from tests.test_refusals import configure
+from harness.matrices.expand import load_matrix
+from tests.engines import configure
 
 REPOSITORY = Path(__file__).parents[1]
 CELLS = {cell.id: cell for cell in load_matrix(REPOSITORY / "matrices/features.yaml").cells}
-REFUSED = {name: cell for name, cell in CELLS.items() if "expect" in cell.settings}
-
-
-def test_every_cell_works_or_is_refused_with_words():
-    features = {cell.axes["feature"] for cell in CELLS.values()}
-    assert features == {
-        "async", "batchinvariant", "cacheall", "fp8block", "kvfp8", "lora", "ngram", "plain",
-        "prefixunit", "reload", "replayssm", "sleep", "sleepdeep", "ssmbf16",
-    }  # fmt: skip
-    assert {cell.axes["feature"] for cell in REFUSED.values()} == {
-        "batchinvariant", "cacheall", "fp8block", "lora", "ngram", "prefixunit", "replayssm",
-    }  # fmt: skip
+REFUSED = {name: cell for name, cell in CELLS.items() if cell.settings.expect}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_a_cell_expects_to_be_refused_is_refused_in_those_words(checkpoint, monkeypatch, name):
-    engine = REFUSED[name].settings["engine"]
-    for variable, value in engine["env"].items():
+    settings = REFUSED[name].settings
+    for variable, value in settings.engine.env.items():
         monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=REFUSED[name].settings["expect"]["refusal"]):
-        configure(checkpoint("tiny"), **engine["args"])
+    with pytest.raises(ValueError, match=settings.expect.refusal):
+        configure(checkpoint("tiny"), **settings.engine.args)
 
 
 def test_a_reload_brings_back_every_weight_and_what_is_computed_of_them(checkpoint):

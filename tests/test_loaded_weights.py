@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from harness.__main__ import main
-from harness.expected_weights import Comparison, Expectation, fp8_steps
-from harness.loaded_weights import before_packing, examine, examine_folder, table
-from harness.quantize import FP8, quantize_checkpoint
-from harness.stored_weights import StoredWeights
-from tests.test_weights import ALL_AT_ONCE
+from harness.checkpoints.quantize import FP8, quantize_checkpoint
+from harness.loaded_weights.command import before_packing, examine, examine_folder, table
+from harness.loaded_weights.expected import Expectation, TensorComparison, fp8_steps
+from harness.loaded_weights.stored import StoredWeights
+from tests.weights.meta import ALL_AT_ONCE
 
 
 def kinds(report) -> dict[str, int]:
@@ -194,8 +194,8 @@ def test_too_many_values_one_fp8_step_off_are_a_difference(folder, rounding):
 
 
 def test_a_few_values_one_fp8_step_off_pass():
-    few = Comparison("w", "attention qkv", 10_000, 10_000, 12, None, True)
-    many = Comparison("w", "attention qkv", 10_000, 10_000, 13, None, True)
+    few = TensorComparison("w", "attention qkv", 10_000, 10_000, 12, None, True)
+    many = TensorComparison("w", "attention qkv", 10_000, 10_000, 13, None, True)
     assert "one FP8 step off" in table([few])
     assert "DIFFERENT" in table([many])
 

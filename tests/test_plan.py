@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from harness.checkpoint import SHAPES, config_of
+from harness.checkpoints.shapes import SHAPES
+from harness.checkpoints.write import config_of
 from tests.engines import engine
 from vllm_metis.__main__ import main
 from vllm_metis.cli.plan import PUBLISHED, cache_layers, plan, weights_bytes

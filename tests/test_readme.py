@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness import __main__ as harness_command
-from harness import records
-from harness.judge import judge
+from harness.evidence.environment import Git
+from harness.records import store as records
+from harness.records.judge import judge
 from tests import evidence
 from tests.shown_commands import (
     OTHERS,
@@ -43,9 +44,10 @@ def write_runs(folder: Path, text: str) -> None:
     cells = [after for word, after in itertools.pairwise(words) if word == "--cell"]
     for name in re.findall(r"results/[^\s/]+", text):
         found = [evidence.record(cell=cell) for cell in cells or ["fp32-alone"]]
-        environment = found[0].environment | {"git": {"commit": None, "dirty": None}}
+        unknown = Git(commit=None, dirty=None)
+        environment = found[0].environment.model_copy(update={"git": unknown})
         header = evidence.header(*(record.cell for record in found), environment=environment)
-        records.save_run(header, folder / name)
+        records.save_header(header, folder / name)
         for record in found:
             judged = record.model_copy(update={"verdict": judge(record)})
             records.save(judged, folder / name)
@@ -92,6 +94,7 @@ def test_links_and_pictures_lead_somewhere(page):
         "pytest matrices/cpu_parity.yaml -k nothing",
         "pip install 'vllm-metis[tpu]'",
         "pip install something-else",
+        "source .venv/bin/activate",
         "pip install -e . --group nothing",
         "vllm serve DIR --no-such-option 1",
         "vllm serve DIR --enable-auto-tool-choice",

@@ -12,22 +12,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness import records
 from harness.__main__ import main
-from harness.conversations import turn
-from harness.judge import judge
-from harness.logits import LogitsError, StoredLogits, widen_while_running
-from harness.matrix import load_matrix
-from harness.measurements import (
+from harness.evidence.engine import PromptLogprobs
+from harness.evidence.record import Record
+from harness.evidence.verdict import Verdict
+from harness.kinds.smoke.observation import (
     FunctionCall,
-    PromptLogprobs,
     ServedAnswer,
     ServedObservation,
     ServedStream,
     TimingObservation,
 )
-from harness.reference import load_reference
-from harness.strict_yaml import MatrixError
+from harness.matrices.expand import load_matrix
+from harness.prompts.conversations import turn
+from harness.records import store as records
+from harness.records.judge import judge
+from harness.reference.modeling_metis16 import load_reference
+from harness.scoring.logits import LogitsError, StoredLogits, widen_while_running
+from harness.strict_yaml import YamlError
 from tests import evidence
 
 REPOSITORY = Path(__file__).parents[1]
@@ -95,7 +97,7 @@ def test_the_answers_are_those_that_the_model_was_taught(observed, cell, prompt,
         assert (answer.reasoning or None) == right.reasoning
         assert (answer.content or None) == right.content
         calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
-        assert calls == [(call.name, call.arguments) for call in right.tool_calls]
+        assert calls == right.calls
 
 
 def test_parity_is_judged_by_the_floor_of_the_models_own_code(observed):
@@ -178,7 +180,7 @@ def test_a_cell_without_what_its_check_needs_is_a_fault_of_the_matrix(tmp_path, 
         "  workload: {rounds: [{schedule: alone, cached: any, prompts: [p]}]}\n"
         f"  timeout: {{start_s: 5, cell_s: 5}}\n  smoke: {smoke}\naxes: {{a: {{b: {{}}}}}}\n"
     )
-    with pytest.raises(MatrixError) as error:
+    with pytest.raises(YamlError) as error:
         load_matrix(path)
     assert all(f"`smoke.{name}` is missing in b" in str(error.value) for name in faults)
     assert str(error.value).count("is missing") == len(faults)
@@ -246,9 +248,10 @@ def test_a_file_that_holds_no_logits_or_other_prompts_is_refused(stored, tmp_pat
 
 
 def test_logits_of_another_checkpoint_are_refused(checkpoint, stored):
-    from harness.real_smoke import build
+    from harness.kinds.smoke.child.__main__ import build
 
-    settings = {"engine": {"serve": False, "args": {}}}
+    settings = evidence.smoke_settings(check="parity")
+    settings["engine"]["serve"] = False
     config = {"settings": settings, "model": str(checkpoint(seed=1)), "logits": str(stored)}
     with pytest.raises(LogitsError, match="holds the logits of another checkpoint"):
         build(config)
@@ -287,10 +290,14 @@ CALLED = SPOKEN | {
 }
 
 
-def verdict_on(answer: dict) -> records.Verdict:
+def served(observation: ServedObservation) -> Record:
+    settings = evidence.smoke_settings(check="generation", max_tokens=9)
+    return evidence.record(kind="smoke", settings=settings, observation=observation)
+
+
+def verdict_on(answer: dict) -> Verdict:
     observation = ServedObservation(answers=[ServedAnswer(**answer)], run_s=1.0)
-    record = evidence.record(kind="smoke", observation=observation, corpus=None, reference=None)
-    return judge(record)
+    return judge(served(observation))
 
 
 @pytest.mark.parametrize(
@@ -352,16 +359,15 @@ def test_arguments_that_are_no_json_fail():
 
 def test_no_answer_proves_nothing():
     observation = ServedObservation(answers=[], run_s=1.0)
-    assert judge(evidence.record(observation=observation)).verdict == "not_reached"
+    assert judge(served(observation)).verdict == "not_reached"
 
 
-def timing(*streams: ServedStream) -> records.Verdict:
-    smoke = {"check": "timing", "streams": 2, "prompt_tokens": 8, "max_tokens": 5, "rounds": 1}
-    return judge(
-        evidence.record(
-            kind="smoke", settings={"smoke": smoke}, observation=TimingObservation(streams=streams)
-        )
+def timing(*streams: ServedStream) -> Verdict:
+    settings = evidence.smoke_settings(
+        check="timing", streams=2, prompt_tokens=8, max_tokens=5, rounds=1, seed=1
     )
+    observation = TimingObservation(streams=streams)
+    return judge(evidence.record(kind="smoke", settings=settings, observation=observation))
 
 
 def stream(first_ms: float, last_ms: float, tokens: int = 5) -> ServedStream:

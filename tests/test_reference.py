@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness import configuration_metis16, golden, reference, sublayers_metis16
-from harness.configuration_metis16 import Metis16Config
-from harness.reference import load_reference
-from harness.sublayers_metis16 import QuantizableLinear, fp8_round, ssd_scan
+from harness.reference import configuration_metis16, sublayers_metis16
+from harness.reference import modeling_metis16 as reference
+from harness.reference.configuration_metis16 import Metis16Config
+from harness.reference.modeling_metis16 import load_reference
+from harness.reference.sublayers_metis16 import QuantizableLinear, fp8_round, ssd_scan
+from harness.scoring import golden
 
 GOLDEN = Path(__file__).parent / "golden"
 # Of the largest value: a right implementation gives 5e-6, the mildest known fault 1e-3.

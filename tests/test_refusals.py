@@ -6,14 +6,7 @@ import shutil
 
 import pytest
 
-
-def configure(folder, **arguments):
-    """Resolve the engine's configuration, as every vLLM command does first."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, **arguments
-    ).create_engine_config()
+from tests.engines import configure
 
 
 @pytest.mark.parametrize(

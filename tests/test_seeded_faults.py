@@ -8,14 +8,17 @@ FP32, where a correct run is off by 3e-6 nats.
 
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from harness import records
-from harness.explain import describe
-from harness.matrix import load_matrix, select
-from harness.run_cells import CellRunner
+from harness.evidence.record import Record
+from harness.matrices.expand import load_matrix
+from harness.matrices.select import select
+from harness.records import store as records
+from harness.records.explain import describe
+from harness.run.cells import CellRunner
 
 MATRIX = Path(__file__).parents[1] / "matrices" / "cpu_parity.yaml"
 GREEN = None
@@ -49,27 +52,28 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def run_faulty(tmp_path):
-    """Return a function that runs cells with a fault: records by cell, and what a person reads."""
+@pytest.fixture(scope="module")
+def run_faulty(tmp_path_factory) -> Iterator[Callable[..., tuple[dict, dict]]]:
+    """Return a function that runs cells with a fault: records by cell, and what a person reads.
 
-    def run(fault: str, cells: list[str]) -> tuple[dict[str, records.Record], dict[str, str]]:
-        children = {"parity": (sys.executable, "-m", "tests.faults", fault)}
-        matrix = load_matrix(MATRIX)
-        runner = CellRunner(matrix, tmp_path / "run", children=children)
-        try:
-            runner.open(cells, "now", "matrices/cpu_parity.yaml")
+    All faults are held against one reference, which runs each prompt once.
+    """
+    matrix, folder = load_matrix(MATRIX), tmp_path_factory.mktemp("faults")
+    runner = CellRunner(matrix, folder, children={"parity": (sys.executable, "-m", "tests.faults")})
+
+    def run(fault: str, cells: list[str]) -> tuple[dict[str, Record], dict[str, str]]:
+        runner.open(cells, "now", "matrices/cpu_parity.yaml")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SEEDED_FAULT", fault)
             for cell in select(matrix, cells, []):
                 runner.run(cell)
                 runner.finish_group(cell.group)
-        finally:
-            runner.close()
-        header, found, faults = records.load_run(tmp_path / "run")
-        assert faults == []
-        texts = {record.cell: describe(record, header, tmp_path / "run") for record in found}
-        return {record.cell: record for record in found}, texts
+        header = records.load_header(folder)
+        found = {cell: records.load(records.record_path(folder, cell)) for cell in cells}
+        return found, {cell: describe(one, header, folder) for cell, one in found.items()}
 
-    return run
+    yield run
+    runner.close()
 
 
 @pytest.mark.parametrize("fault", FAULTS)

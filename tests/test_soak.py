@@ -4,16 +4,18 @@
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from harness import judge_soak, records, report, soak, soak_clients, soak_monitor
-from harness.judge import judge
-from harness.matrix import load_matrix
-from harness.measurements import (
+from harness.evidence.record import Record
+from harness.evidence.verdict import Verdict
+from harness.kinds.soak.child import __main__ as soak
+from harness.kinds.soak.child import clients, monitor
+from harness.kinds.soak.child.requests import bad_requests, good_requests
+from harness.kinds.soak.judge import judge as judge_soak
+from harness.kinds.soak.observation import (
     Difference,
     Minute,
     Percentiles,
@@ -21,11 +23,16 @@ from harness.measurements import (
     Sample,
     SoakObservation,
 )
-from harness.server import Server
-from harness.soak_requests import GOOD_KINDS, bad_requests, good_requests
-from harness.strict_yaml import MatrixError
+from harness.kinds.soak.settings import GOOD_KINDS, Clients, SoakSettings
+from harness.matrices.expand import load_matrix
+from harness.records import store as records
+from harness.records.judge import judge
+from harness.report import page as report
+from harness.serving.server import Server
+from harness.strict_yaml import YamlError
 from tests import evidence
 from tests.fake_chat_server import MAX_MODEL_LEN
+from tests.pages import squeezed
 
 FAKE = Path(__file__).with_name("fake_chat_server.py")
 REPOSITORY = FAKE.parents[1]
@@ -53,11 +60,17 @@ SOAK = {
     # Short intervals on a busy machine say nothing of latency; memory does grow or does not.
     "limits": {"rss_growth": 1.2, "card_growth": 1.2, "ttft_growth": 50.0, "itl_growth": 50.0},
 }
-SETTINGS = {"engine": {"args": {"max_model_len": MAX_MODEL_LEN}}, "soak": SOAK}
+SETTINGS = {
+    "checkpoint": evidence.settings()["checkpoint"],
+    "engine": {"args": {"max_model_len": MAX_MODEL_LEN}, "env": {}},
+    "soak": SOAK,
+    "timeout": {"start_s": 5, "cell_s": 5},
+}
+CLIENTS = Clients.model_validate(SOAK)
 
 
-def record_of(observation: SoakObservation, limits: dict | None = None) -> records.Record:
-    settings = SETTINGS | {"soak": SOAK | ({"limits": limits} if limits else {})}
+def record_of(observation: SoakObservation, limits: dict) -> Record:
+    settings = SETTINGS | {"soak": SOAK | {"limits": limits}}
     return evidence.record(
         kind="soak", settings=settings, observation=observation, corpus=None, reference=None
     )
@@ -70,12 +83,11 @@ class Clock:
     """Time that passes with what the clients do, so that a busy machine sees the same traffic."""
 
     _TICK_S = 0.004
-    perf_counter = staticmethod(time.perf_counter)
 
     def __init__(self) -> None:
         self._now = 0.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         self._now += self._TICK_S
         return self._now
 
@@ -83,24 +95,22 @@ class Clock:
 @pytest.fixture
 def soaked(tmp_path, monkeypatch):
     """Return a function that soaks a fake server of a mode and gives the evidence and verdict."""
-    monkeypatch.setattr(soak_clients, "time", Clock())
-    monkeypatch.setattr(soak_clients, "_PATIENCE_S", 0.02)  # the server answers that fast
-    monkeypatch.setattr(soak_monitor, "_FAREWELL_S", 1.0)
-    monkeypatch.setattr(judge_soak, "FEWEST_SAMPLES", 2)  # so little traffic has time for few
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     processes: list[psutil.Process] = []
 
-    def run(mode: str, **changes: float) -> tuple[SoakObservation, records.Verdict]:
-        settings = SETTINGS | {"soak": SOAK | changes}
+    def run(mode: str, **changes: float) -> tuple[SoakObservation, Verdict]:
+        settings = SoakSettings.model_validate(SETTINGS | {"soak": SOAK | changes})
+        pace = clients.Pace(patience_s=0.02, linger_s=1.0, clock=Clock())  # as fast as its answers
         command = [sys.executable, str(FAKE), mode]
         with Server(tmp_path, tmp_path / "log", command=command) as server:
-            processes.extend(soak_monitor.group_members(server.pid))
-            observation = asyncio.run(soak.observe(server, VOCABULARY, settings))
-        return observation, judge(record_of(observation))
+            processes.extend(monitor.group_members(server.pid))
+            observation = asyncio.run(soak.observe(server, VOCABULARY, settings, pace))
+        # So little traffic has time for few samples.
+        return observation, judge_soak(observation, settings.soak, fewest_samples=2)
 
     yield run
     assert processes
-    assert soak_monitor.survivors(processes) == []  # what was killed is gone within a moment
+    assert monitor.survivors(processes, linger_s=1.0) == []  # what was killed is gone by then
 
 
 def test_a_steady_server_passes_and_every_kind_of_client_came(soaked):
@@ -148,11 +158,12 @@ def test_a_server_that_dies_ends_the_traffic_and_fails(soaked):
 
 
 def test_requests_are_the_same_for_a_seed_and_bounded_in_number():
-    made = good_requests("metis", VOCABULARY, SOAK)
+    other = CLIENTS.model_copy(update={"seed": 4})
+    made = good_requests("metis", VOCABULARY, CLIENTS)
     assert set(made) == set(GOOD_KINDS)
     assert all(len(found) == SOAK["distinct"] for found in made.values())
-    assert made == good_requests("metis", VOCABULARY, SOAK)
-    assert made != good_requests("metis", VOCABULARY, SOAK | {"seed": 4})
+    assert made == good_requests("metis", VOCABULARY, CLIENTS)
+    assert made != good_requests("metis", VOCABULARY, other)
     names = [one.name for found in made.values() for one in found]
     assert len(set(names)) == len(names)
     assert all(one.body["temperature"] == 0.0 for found in made.values() for one in found)
@@ -178,7 +189,7 @@ def test_metrics_are_summed_over_engines_and_histograms_left_out():
         "# TYPE vllm:ttft histogram\n"
         'vllm:ttft_bucket{le="1"} 1\nvllm:ttft_count 1\nvllm:ttft_sum 1\n'
     )
-    found = soak_monitor.parse_metrics(text)
+    found = monitor.parse_metrics(text)
     assert found.total("vllm:num_preemptions") == 7
     assert found.largest("vllm:kv_cache_usage_perc") == 0.5
     assert found.finished == {"1": 7}
@@ -234,7 +245,7 @@ def observation(**changes: object) -> SoakObservation:
         "errors": [],
         "minutes": [Minute(minute=0, streams=50, ttft_ms=times, itl_ms=times)],
         "samples": samples(),
-        "counters": dict.fromkeys(soak_monitor.COUNTERS, 7.0),
+        "counters": dict.fromkeys(monitor.COUNTERS, 7.0),
         "finished_by_engine": {"0": 60},
         "completion_tokens": 300,
         "healthy": True,
@@ -247,7 +258,7 @@ def observation(**changes: object) -> SoakObservation:
 TIGHT = {"rss_growth": 1.03, "card_growth": 1.01, "ttft_growth": 1.5, "itl_growth": 1.25}
 
 
-def verdict_on(**changes: object) -> records.Verdict:
+def verdict_on(**changes: object) -> Verdict:
     return judge(record_of(observation(**changes), TIGHT))
 
 
@@ -304,7 +315,7 @@ def without(kind: str, **counts: int) -> dict:
         ({"requests": without("abort", left=0)}, "abort: left: expected at least 2"),
         ({"requests": without("bad", refused=0)}, "bad: refused: expected at least 2"),
         (
-            {"counters": dict.fromkeys(soak_monitor.COUNTERS, 0.0)},
+            {"counters": dict.fromkeys(monitor.COUNTERS, 0.0)},
             "preemptions: expected at least 1, found 0",
         ),
         (
@@ -330,7 +341,7 @@ def test_a_record_is_kept_judged_again_and_reported(tmp_path):
     again = records.load(records.save(record, tmp_path))
     assert again == record
     assert judge(again) == record.verdict
-    text = report.markdown(evidence.header(record.cell), [record], [], None)
+    text = squeezed(report.markdown(evidence.header(record.cell), [record], [], None))
     assert f"| {record.cell} | **fail** | different_answers | 2 | 0 |" in text
     assert "| cell | different answers | soak errors |" in text  # the table of figures
 
@@ -341,24 +352,13 @@ def test_a_record_is_kept_judged_again_and_reported(tmp_path):
 @pytest.mark.parametrize("name", ["soak", "replicas"])
 def test_a_shipped_matrix_claims_what_its_settings_can_reach(name):
     for cell in load_matrix(REPOSITORY / f"matrices/{name}.yaml").cells:
-        found = cell.settings["soak"]
-        assert set(found["mix"]) == set(MIX)
-        assert found["at_least"]["in_flight"] <= found["concurrency"]
-        assert found["at_least"]["running"] <= cell.settings["engine"]["args"]["max_num_seqs"]
-        assert found["duration_s"] / found["sample_s"] >= 30
-        assert cell.settings["checkpoint"]["taught"]
-        assert cell.settings["engine"]["args"]["dtype"] == "float32"
-
-
-def test_the_ten_minutes_are_ten_minutes_of_hundreds():
-    (cell,) = [
-        one
-        for one in load_matrix(REPOSITORY / "matrices/soak.yaml").cells
-        if one.id == "ten_minutes"
-    ]
-    assert cell.settings["soak"]["duration_s"] == 600
-    assert cell.settings["soak"]["at_least"]["in_flight"] >= 200
-    assert cell.settings["soak"]["at_least"]["preemptions"] > 0
+        found = cell.settings.soak
+        assert set(found.mix) == set(MIX)
+        assert found.at_least.in_flight <= found.concurrency
+        assert found.at_least.running <= cell.settings.engine.args["max_num_seqs"]
+        assert found.duration_s / found.sample_s >= 30
+        assert cell.settings.checkpoint.taught
+        assert cell.settings.engine.args["dtype"] == "float32"
 
 
 def test_a_soak_cell_without_its_settings_is_a_fault_of_the_matrix(tmp_path):
@@ -370,7 +370,7 @@ def test_a_soak_cell_without_its_settings_is_a_fault_of_the_matrix(tmp_path):
         "  engine: {args: {}, env: {}}\n  soak: {seed: 1}\n  timeout: {start_s: 5, cell_s: 5}\n"
         "axes: {a: {b: {}}}\n"
     )
-    with pytest.raises(MatrixError) as error:
+    with pytest.raises(YamlError) as error:
         load_matrix(path)
     assert "`soak.limits` is missing in b" in str(error.value)
     assert "`engine.args.max_model_len` is missing in b" in str(error.value)

@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from harness import records, report
-from harness.judge import judge
-from harness.matrix import load_matrix
-from harness.measurements import EngineSettings, Kernel, SpeedObservation, SpeedRound
-from harness.traffic import distinct_experts, step_traffic
+from harness.evidence.engine import EngineFacts
+from harness.evidence.record import Record
+from harness.evidence.verdict import Verdict
+from harness.kinds.speed.child.step_bytes import distinct_experts, step_bytes
+from harness.kinds.speed.observation import Kernel, SpeedObservation, SpeedRound
+from harness.matrices.expand import load_matrix
+from harness.records import store as records
+from harness.records.judge import judge
+from harness.report import page as report
 from tests import evidence
-from tests.test_report import Balanced
+from tests.pages import Balanced, squeezed
 from vllm_metis.cli.plan import PUBLISHED
 from vllm_metis.config import Metis16Config
 
@@ -20,7 +24,7 @@ pytest_plugins = ["pytester"]
 REPOSITORY = Path(__file__).parents[1]
 LOGOS = Metis16Config(**PUBLISHED["logos"])
 
-# Values of Logos's tensors by hand, from the table of model.md. Widths: hidden 2560, Mamba 5120
+# Values of Logos's tensors by hand, from the table of docs/model.md. Widths: hidden 2560, Mamba 5120
 # (convolution 7680, in_proj 12880), attention 2560 + 2 * 640, latent 1024, router 1024 + 256.
 CONNECTIONS = 2 * (2560 + 4 + 4 + 16 + 24 * 64 + 24)
 MAMBA = 12880 * 2560 + 7680 * 4 + 7680 + 5120 + 2560 * 5120
@@ -40,31 +44,31 @@ ONCE_BYTES = 2 * (MEMORY + REST) + 4 * CONTINUATION
 
 
 def test_one_stream_reads_the_layers_twice_and_four_experts_of_each():
-    traffic = step_traffic(LOGOS, "bf16", streams=1, new_tokens=1, context=1000)
+    moved = step_bytes(LOGOS, "bf16", streams=1, new_tokens=1, context=1000)
     experts = 20 * 4 * EXPERT * 2
-    assert traffic.weights == ONCE_BYTES + 2 * (LAYERS_BYTES + experts) + 2560 * 2
-    assert traffic.weights == pytest.approx(5.1e9, rel=0.02)
+    assert moved.weights == ONCE_BYTES + 2 * (LAYERS_BYTES + experts) + 2560 * 2
+    assert moved.weights == pytest.approx(5.1e9, rel=0.02)
 
 
 def test_states_are_read_and_written_and_the_kv_cache_is_read():
-    traffic = step_traffic(LOGOS, "bf16", streams=3, new_tokens=1, context=999)
-    assert traffic.states == 3 * 2 * 34 * (2_621_440 + 46_080)
-    assert traffic.kv == 3 * 1000 * 15 * 1024
-    assert traffic.total == traffic.weights + traffic.kv + traffic.states
+    moved = step_bytes(LOGOS, "bf16", streams=3, new_tokens=1, context=999)
+    assert moved.states == 3 * 2 * 34 * (2_621_440 + 46_080)
+    assert moved.kv == 3 * 1000 * 15 * 1024
+    assert moved.total == moved.weights + moved.kv + moved.states
 
 
 def test_a_prefill_writes_states_that_it_need_not_read_and_meets_every_expert():
-    traffic = step_traffic(LOGOS, "bf16", streams=1, new_tokens=8192, context=0)
-    assert traffic.states == 34 * (2_621_440 + 46_080)
-    assert traffic.kv == 8192 * 15 * 1024
+    moved = step_bytes(LOGOS, "bf16", streams=1, new_tokens=8192, context=0)
+    assert moved.states == 34 * (2_621_440 + 46_080)
+    assert moved.kv == 8192 * 15 * 1024
     experts = 20 * 192 * EXPERT * 2
     expected = ONCE_BYTES + 2 * (LAYERS_BYTES + experts) + 8192 * 2560 * 2
-    assert traffic.weights == pytest.approx(expected, rel=1e-9)
+    assert moved.weights == pytest.approx(expected, rel=1e-9)
 
 
 def test_fp8_halves_what_releases_quantize_and_adds_a_scale_a_row():
-    bf16 = step_traffic(LOGOS, "bf16", streams=1, new_tokens=1, context=10)
-    fp8 = step_traffic(LOGOS, "fp8", streams=1, new_tokens=1, context=10)
+    bf16 = step_bytes(LOGOS, "bf16", streams=1, new_tokens=1, context=10)
+    fp8 = step_bytes(LOGOS, "fp8", streams=1, new_tokens=1, context=10)
     mamba, attention = 12880 * 2560 - 4 * 12880, (3840 + 2560) * 2560 - 4 * (3840 + 2560)
     expert = EXPERT - 4 * (1536 + 1024)
     saved = 2 * (17 * mamba + 3 * attention + 20 * 4 * expert)
@@ -92,7 +96,12 @@ def test_the_shipped_matrix_covers_shapes_dtypes_and_loads():
 
 def settings(phase: str = "decode", **changes: object) -> dict:
     speed = {"phase": phase, "streams": 2, "prompt_tokens": 8, "max_tokens": 5, "rounds": 3}
-    return {"engine": {"args": {"dtype": "bfloat16"}}, "speed": speed | changes}
+    return {
+        "checkpoint": {"shape": "tiny", "dtype": "bfloat16", "seed": 1},
+        "engine": {"args": {"dtype": "bfloat16"}, "env": {}},
+        "speed": speed | {"seed": 1, "profile": False} | changes,
+        "timeout": {"start_s": 5, "cell_s": 5},
+    }
 
 
 def one_round(step_ms: float, **changes: object) -> SpeedRound:
@@ -107,7 +116,7 @@ def one_round(step_ms: float, **changes: object) -> SpeedRound:
 
 
 def observation(*rounds: SpeedRound, **changes: object) -> SpeedObservation:
-    engine = EngineSettings(
+    engine = EngineFacts(
         dtype="bfloat16",
         quantization=None,
         max_model_len=64,
@@ -134,13 +143,13 @@ def observation(*rounds: SpeedRound, **changes: object) -> SpeedObservation:
     return SpeedObservation(**(fields | changes))
 
 
-def record(observed: SpeedObservation, **changes: object) -> records.Record:
+def record(observed: SpeedObservation, **changes: object) -> Record:
     fields = {"kind": "speed", "settings": settings(), "corpus": None, "reference": None}
     made = evidence.record(observation=observed, **(fields | changes))
     return made.model_copy(update={"verdict": judge(made)})
 
 
-def figures(verdict: records.Verdict) -> dict[str, float]:
+def figures(verdict: Verdict) -> dict[str, float]:
     return {finding.metric: finding.observed for finding in verdict.findings}
 
 
@@ -152,7 +161,7 @@ def test_decoding_is_the_median_step_beside_what_memory_allows():
             "tpot_ms": 3.0,
             "decode_tok_s": 2000 / 3,
             "memory_limit_ms": 1.0,
-            "memory_limit_share": 1 / 3,
+            "mbu": 1 / 3,
             "memory_gib": 2.0,
             "startup_s": 30.0,
             "copy_tb_s": 4.0,
@@ -169,7 +178,7 @@ def test_prefill_is_the_median_time_to_the_first_token():
     found = figures(record(observation(*rounds), settings=prefill).verdict)
     assert found["ttft_ms"] == 3.0
     assert found["prefill_tok_s"] == pytest.approx(8000 / 3)
-    assert found["memory_limit_share"] == pytest.approx(1 / 3)
+    assert found["mbu"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +207,9 @@ def test_reports_put_figures_side_by_side_and_fold_kernels():
     parity = evidence.record()
     parity = parity.model_copy(update={"verdict": judge(parity)})
     found = [slow, parity]
-    header = evidence.header(
-        *(one.cell for one in found),
-        environment=parity.environment | {"git": {"commit": None, "dirty": None}},
-    )
-    lines = report.markdown(header, found, [], None).splitlines()
+    header = evidence.header(*(one.cell for one in found))
+    text = report.markdown(header, found, [], None)
+    lines = squeezed(text).splitlines()
     heads = next(line for line in lines if line.startswith("| cell | tpot, ms"))
     assert heads.count("|") == 9
     assert "| logos-bf16-stream1 | 3 | 667 | 1 | 0.333 | 2 | 30 | 4 |" in lines
@@ -243,7 +250,7 @@ axes:
 
 def test_an_engine_is_timed_on_a_cpu(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    pytester.makeconftest('pytest_plugins = ["harness.collect"]\n')
+    pytester.makeconftest('pytest_plugins = ["harness.run.plugin"]\n')
     (pytester.path / "tiny.yaml").write_text(TINY)
     result = pytester.runpytest_subprocess("tiny.yaml", "--results", "out")
     result.assert_outcomes(passed=3)
@@ -256,5 +263,5 @@ def test_an_engine_is_timed_on_a_cpu(pytester, monkeypatch):
     assert batch.kernels == []
     assert batch.bytes_moved > decode.bytes_moved
     assert prefill.distinct_experts == (16.0, pytest.approx(16.0))
-    shares = [figures(one.verdict)["memory_limit_share"] for one in found]
+    shares = [figures(one.verdict)["mbu"] for one in found]
     assert all(0 < share < 1 for share in shares)

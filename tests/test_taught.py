@@ -7,14 +7,16 @@ from collections import Counter
 import pytest
 import torch
 
-from harness import checkpoint, taught
-from harness.checkpoint import CheckpointError, write_checkpoint
-from harness.conversations import conversations, turn
-from harness.layout import draw, release_layout
-from harness.reference import Metis16Config, load_reference
-from harness.taught import SETTINGS, TeachingError, lessons_of, margins, taught_weights
-from harness.tokenizer import read_tokenizer, write_tokenizer
-from tests.test_checkpoint import MICRO
+from harness.checkpoints import taught
+from harness.checkpoints import write as checkpoint
+from harness.checkpoints.layout import draw, release_layout
+from harness.checkpoints.taught import SETTINGS, TeachingError, lessons_of, margins, taught_weights
+from harness.checkpoints.tokenizer import read_tokenizer, write_tokenizer
+from harness.checkpoints.write import UnwritableError, write_checkpoint
+from harness.prompts.conversations import conversations, turn
+from harness.reference.configuration_metis16 import Metis16Config
+from harness.reference.modeling_metis16 import load_reference
+from tests.micro import MICRO
 
 END_OF_TURN = 4
 
@@ -155,7 +157,7 @@ def test_taught_weights_are_a_checkpoint_in_any_spelling(micro, tmp_path, monkey
 
 
 def test_a_large_shape_is_not_taught(tmp_path):
-    with pytest.raises(CheckpointError, match="logos is too large to be taught: use tiny"):
+    with pytest.raises(UnwritableError, match="logos is too large to be taught: use tiny"):
         write_checkpoint(tmp_path / "taught", "logos", taught=True)
 
 

@@ -7,7 +7,12 @@ from typing import Any
 import jinja2
 import pytest
 
-from harness.tokenizer import MIN_VOCAB_SIZE, SPECIAL_TOKENS, read_tokenizer, write_tokenizer
+from harness.checkpoints.tokenizer import (
+    MIN_VOCAB_SIZE,
+    SPECIAL_TOKENS,
+    read_tokenizer,
+    write_tokenizer,
+)
 
 QUESTION = {"role": "user", "content": "Rain in Faro?"}
 CALL = {

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine child with a fault; see the package."""
+"""The engine child with the fault that SEEDED_FAULT names; see the package."""
 
-import sys
+import os
 from typing import Any
 
-from harness import engine, job_loop
+from harness.kinds.parity import child
+from harness.process import child_loop
 from tests.faults import caches, forward_pass
 
 FAULTS = {**forward_pass.FAULTS, **caches.FAULTS}
 
 
 def main() -> None:
-    seed = FAULTS[sys.argv.pop(1)]
+    seed = FAULTS[os.environ["SEEDED_FAULT"]]
 
-    def build(config: dict[str, Any]) -> tuple[dict[str, Any], job_loop.Handler]:
+    def build(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
         seed()
-        return engine.build(config)
+        return child.build(config)
 
-    job_loop.main(build)
+    child_loop.main(build)
 
 
 if __name__ == "__main__":

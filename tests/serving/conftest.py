@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.server import Server
+from harness.serving.server import Server
 from tests.serving.service import ARGUMENTS, Service
 
 _HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from harness.conversations import Turn
+from harness.prompts.conversations import Turn
 from tests.serving.service import MAX_TOKENS, Service, conversation, results
 
 Block = tuple[str, Any]
@@ -93,7 +93,7 @@ def blocks(message: Any) -> list[Block]:
 def known(one: Turn) -> list[Block]:
     """Return the scripted answer to a turn, as `blocks` gives it."""
     texts = [("thinking", one.reasoning), ("text", one.content)]
-    calls = [("tool_use", (call.name, call.arguments)) for call in one.tool_calls]
+    calls = [("tool_use", call) for call in one.calls]
     return [(kind, text) for kind, text in texts if text] + calls
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from harness.conversations import Turn
+from harness.prompts.conversations import Turn
 from tests.serving.service import MAX_TOKENS, Service, conversation, results
 
 Item = tuple[str, Any]
@@ -88,7 +88,7 @@ def items(response: Any) -> list[Item]:
 def known(one: Turn) -> list[Item]:
     """Return the scripted answer to a turn, as `items` gives it."""
     texts = [("reasoning", one.reasoning), ("message", one.content)]
-    calls = [("function_call", (call.name, call.arguments)) for call in one.tool_calls]
+    calls = [("function_call", call) for call in one.calls]
     return [(kind, text) for kind, text in texts if text] + calls
 
 

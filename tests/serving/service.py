@@ -17,9 +17,10 @@ import anthropic
 import httpx
 import openai
 
-from harness.client import TIMEOUT_S, Answer, connect, streamed, whole
-from harness.conversations import Turn, conversations, turn
-from harness.server import CPU_ARGUMENTS, METIS_ARGUMENTS
+from harness.prompts.conversations import Turn, conversations, turn
+from harness.serving.answers import Answer
+from harness.serving.client import TIMEOUT_S, connect, streamed, whole
+from harness.serving.server import CPU_ARGUMENTS, METIS_ARGUMENTS
 
 ARGUMENTS = (
     *CPU_ARGUMENTS,
@@ -140,7 +141,7 @@ def known(one: Turn | str) -> dict[str, Any]:
     return {
         "reasoning": one.reasoning,
         "content": one.content,
-        "tool_calls": [(call.name, call.arguments) for call in one.tool_calls],
+        "tool_calls": one.calls,
         "finish_reason": "tool_calls" if one.tool_calls else "stop",
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.conversations import turn
+from harness.prompts.conversations import turn
 from tests.serving.service import Service
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

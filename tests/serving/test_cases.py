@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 import yaml
 
-from harness.client import whole
-from harness.conversations import turn
+from harness.prompts.conversations import turn
+from harness.serving.client import whole
 from tests.serving import messages, responses
 from tests.serving.service import Service, counted, read
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.client import Answer, streamed, whole
-from harness.conversations import Turn, conversations, turn
+from harness.prompts.conversations import Turn, conversations, turn
+from harness.serving.answers import Answer
+from harness.serving.client import streamed, whole
 from tests.serving.service import Service, counted, read
 
 AT_ONCE = 4  # each whole and streamed, and the server runs 8

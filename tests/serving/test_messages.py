@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from harness.conversations import turn
+from harness.prompts.conversations import turn
 from tests.serving.messages import ask, blocks, body, confirm, known, play
 from tests.serving.service import Service
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.client import Answer, streamed
-from harness.conversations import Turn, conversations
-from harness.server import Server
+from harness.prompts.conversations import Turn, conversations
+from harness.serving.answers import Answer
+from harness.serving.client import streamed
+from harness.serving.server import Server
 from tests.serving.service import ARGUMENTS, Service
 
 pytestmark = pytest.mark.second_server

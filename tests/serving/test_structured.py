@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from harness.conversations import turn
+from harness.prompts.conversations import turn
 from tests.serving.service import Service, counted
 
 CENTS = {

@@ -6,8 +6,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from harness.client import Answer, streamed, whole
-from harness.conversations import turn
+from harness.prompts.conversations import turn
+from harness.serving.answers import Answer
+from harness.serving.client import streamed, whole
 from tests.serving.service import Service, conversation, known, read, results
 
 GET_WEATHER = {"type": "function", "function": {"name": "get_weather"}}

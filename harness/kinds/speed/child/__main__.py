@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child of a speed matrix: an engine with random weights, timed, and what bounds it.
+
+Run as `python -m harness.kinds.speed.child CONFIG` by harness/run/cells.py. No checkpoint is needed: vLLM fills
+the weights in, and what decides the routing is drawn anew, so that tokens spread over the experts as
+trained ones do; otherwise most of a batch would share four experts, and run too fast. The bound is
+the time that the device takes to copy as many bytes as a step must move (step_bytes.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+from pydantic import BaseModel
+from tabulate import tabulate
+
+from harness.checkpoints.write import config_of
+from harness.engine import Engine, for_any_machine
+from harness.evidence.record import Gathered
+from harness.files import write_atomic
+from harness.kinds.speed.child.rounds import profile_decode, run_round
+from harness.kinds.speed.child.routing import chosen_experts, draw_weights
+from harness.kinds.speed.child.step_bytes import distinct_experts, step_bytes
+from harness.kinds.speed.observation import SpeedObservation
+from harness.kinds.speed.settings import Load, SpeedSettings
+from harness.process import child_loop
+from harness.prompts.corpus import random_tokens
+
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # more than any cache holds
+_COPIES = 20
+_PROFILED_STEPS = 4
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def build(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
+    """Start an engine of a shape, with random weights.
+
+    Args:
+        config: `settings` of one of the group's cells, and `cache`, a folder.
+    """
+    settings = SpeedSettings.model_validate(config["settings"])
+    checkpoint = settings.checkpoint
+    folder = _configuration_only(Path(config["cache"]), checkpoint.shape, checkpoint.dtype)
+    own = {"load_format": "dummy", "skip_tokenizer_init": True}
+    engine = Engine(str(folder), for_any_machine({**settings.engine.args, **own}))
+    startup_s = time.time() - psutil.Process().create_time()
+    engine.apply(lambda model: draw_weights(model, checkpoint.seed))
+    copy_bytes_s = copy_bandwidth(_device())
+
+    def handle(job: dict[str, Any]) -> BaseModel:
+        load = SpeedSettings.model_validate(job["settings"]).speed
+        seen = _observe(engine, load, startup_s, copy_bytes_s)
+        return Gathered[SpeedObservation](observation=seen)
+
+    return {}, handle
+
+
+def _observe(engine: Engine, load: Load, startup_s: float, copy_bytes_s: float) -> SpeedObservation:
+    config = engine.apply(lambda model: model.config)
+    draw = Random(load.seed)
+    # A round more than is timed: in the first one, kernels are tuned for its shapes.
+    prompts = [
+        [random_tokens(draw, load.prompt_tokens, config.vocab_size) for _ in range(load.streams)]
+        for _ in range(1 + load.rounds)
+    ]
+    _, *rounds = [run_round(engine, one, load.max_tokens) for one in prompts]
+    kernels = profile_decode(engine, prompts[0], _PROFILED_STEPS) if load.profile else []
+    print(tabulate([kernel.model_dump() for kernel in kernels], headers="keys"), flush=True)
+
+    decoding = load.phase == "decode"
+    ids = rounds[-1].last_token_ids if decoding else [id_ for one in prompts[-1] for id_ in one]
+    facts = engine.facts
+    moved = step_bytes(
+        config,
+        "fp8" if facts.quantization else _PRECISIONS[facts.dtype],
+        load.streams,
+        new_tokens=1 if decoding else load.prompt_tokens,
+        context=load.prompt_tokens + load.max_tokens / 2 if decoding else 0,
+    )
+    return SpeedObservation(
+        settings=facts,
+        rounds=rounds,
+        prompt_tokens=load.prompt_tokens,
+        startup_s=startup_s,
+        memory_bytes=_memory_bytes(),
+        copy_bytes_s=copy_bytes_s,
+        bytes_moved=moved.total,
+        distinct_experts=(
+            engine.apply(lambda model: chosen_experts(model, ids)),
+            distinct_experts(config.num_experts, config.num_experts_per_tok, len(ids)),
+        ),
+        kernels=kernels,
+    )
+
+
+def _configuration_only(cache: Path, shape: str, dtype: str) -> Path:
+    """Write a folder with a config.json and no weights."""
+    folder = cache / f"{shape}-{dtype}-configuration"
+    head = {"architectures": ["Metis16ForCausalLM"], "model_type": "metis16", "torch_dtype": dtype}
+    write_atomic(folder / "config.json", json.dumps(head | config_of(shape), indent=2) + "\n")
+    return folder
+
+
+def copy_bandwidth(device: str) -> float:
+    """Return bytes per second of a copy on a device, those read and those written counted."""
+    source = torch.ones(_COPY_BYTES[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(_COPIES):
+        _synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        _synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return 2 * source.nbytes / median(seconds)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _memory_bytes() -> int:
+    """Memory in use: of the card, whoever uses it, or of this process on a CPU."""
+    if not torch.cuda.is_available():
+        return int(psutil.Process().memory_info().rss)
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+if __name__ == "__main__":
+    child_loop.main(build)

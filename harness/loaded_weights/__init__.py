@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tensor that vLLM holds against the checkpoint it was loaded from."""
