@@ -47,6 +47,11 @@ ENVIRONMENT = {
 PYTHON = os.environ.get("METIS_PYTHON", sys.executable)
 """What runs the GPU sessions: the interpreter of the environment that serves."""
 
+PYTHONS = nox.project.python_versions(
+    nox.project.load_toml(ROOT / "pyproject.toml"), max_version="3.14"
+)
+"""Those that pyproject.toml claims."""
+
 XDIST = ("-n", "2", "--dist", "loadfile")
 OWN_SESSION = ("parser", "weights", "serving")
 """Folders of tests that sessions of their own run."""
@@ -157,9 +162,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session(tags=["cpu"])
 def build(session: nox.Session) -> None:
-    """Build sdist and wheel, look at what they hold, and find the plugin in an installed wheel."""
+    """Build sdist and wheel, into `-- FOLDER` where given, and find the plugin in the wheel."""
     session.install("--quiet", "--group", "build")
-    out = session.create_tmp()
+    out = str(Path(*session.posargs).resolve()) if session.posargs else session.create_tmp()
     session.run("python", "-m", "build", "--quiet", "--outdir", out)
     wheel = next(Path(out).glob("*.whl"))
     session.run("check-wheel-contents", "--package", "vllm_metis", str(wheel))
@@ -178,6 +183,13 @@ def build(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test that needs no GPU, but for those of parsers, weights and servers."""
     pytest(session, "tests", *XDIST, *(f"--ignore=tests/{name}" for name in OWN_SESSION))
+
+
+@nox.session(tags=["cpu"], default=False, python=PYTHONS, venv_backend="uv|virtualenv")
+def pythons(session: nox.Session) -> None:
+    """Run what needs neither torch nor vLLM on each Python that the project claims."""
+    session.install("--quiet", "--group", "test", "--editable", ".")
+    session.run("pytest", "tests/without_vllm", *XDIST, *session.posargs)
 
 
 @nox.session(tags=["cpu"], venv_backend="none")
@@ -204,15 +216,32 @@ def serve_smoke(session: nox.Session) -> None:
     pytest(session, "tests/serving")
 
 
-@nox.session(tags=["records"], default=False, venv_backend="none")
+@nox.session(tags=["cpu"], default=False, venv_backend="none")
+def fp8(session: nox.Session) -> None:
+    """Measure what FP8 checkpoints cost, in ten minutes; `gpu_parity` does so on a card."""
+    pytest(session, "matrices/fp8.yaml", "-n", "2")
+
+
+@nox.session(tags=["records"], default=False)
 def judge(session: nox.Session) -> None:
-    """Decide again on saved runs, write their reports and compare with the baseline."""
+    """Decide again on saved runs, then write their reports, in an environment without an engine."""
     if not session.posargs:
         session.error("name the runs: nox -s judge -- results/RUN")
-    python = engine(session)
-    for run in session.posargs:
-        session.run(python, "-m", "harness", "report", run, external=True)
-        session.run(python, "-m", "harness", "judge", run, external=True)
+    session.install("--quiet", "--group", "records")
+    # All verdicts first: a report tells what the records say by then.
+    commands = [(name, run) for name in ("judge", "report") for run in session.posargs]
+    failed = [command for command in commands if not harness(session, *command)]
+    if failed:
+        session.error("; ".join(f"{name} {run} did not pass" for name, run in failed))
+
+
+def harness(session: nox.Session, *command: str) -> bool:
+    """Run a command of the harness in the session's environment; whether it exits with 0."""
+    try:
+        session.run("python", "-m", "harness", *command)
+    except nox.command.CommandFailed:
+        return False
+    return True
 
 
 @nox.session(tags=["gpu"], default=False, venv_backend="none")
