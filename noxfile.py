@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_TARGET_DEVICE": "cpu",
+    "PYTHONDONTWRITEBYTECODE": None,  # each of some hundred children would compile the harness
 }
 
 PYTHON = os.environ.get("METIS_PYTHON", sys.executable)
@@ -52,7 +53,9 @@ PYTHONS = nox.project.python_versions(
 )
 """Those that pyproject.toml claims."""
 
-XDIST = ("-n", "2", "--dist", "loadfile")
+XDIST = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Files are shared by two workers in the order that tests/conftest.py gives them."""
+
 OWN_SESSION = ("parser", "weights", "serving")
 """Folders of tests that sessions of their own run."""
 
@@ -195,7 +198,7 @@ def pythons(session: nox.Session) -> None:
 @nox.session(tags=["cpu"], venv_backend="none")
 def parsers(session: nox.Session) -> None:
     """Read turns whole and in every delta size: the parser tests, the cases, the matrix."""
-    pytest(session, "tests/parser", "matrices/parsers.yaml", *XDIST)
+    pytest(session, "matrices/parsers.yaml", "tests/parser", *XDIST)  # the longest first
 
 
 @nox.session(tags=["cpu"], venv_backend="none")
@@ -213,7 +216,8 @@ def cpu_parity(session: nox.Session) -> None:
 @nox.session(tags=["cpu"], venv_backend="none")
 def serve_smoke(session: nox.Session) -> None:
     """Ask a real server on a model with known answers; `-- --base-url URL` asks yours."""
-    pytest(session, "tests/serving")
+    yours = any(word.startswith("--base-url") for word in session.posargs)
+    pytest(session, "tests/serving", *(() if yours else XDIST))  # a server for each worker
 
 
 @nox.session(tags=["cpu"], default=False, venv_backend="none")

@@ -19,6 +19,26 @@ from filelock import FileLock
 
 GOLDEN = Path(__file__).parent / "golden"
 
+# Workers take files in this order, longest first, so that none is left with a long one at the end.
+# Teaching the model takes minutes, and who needs it waits: it comes first, and the waiting last.
+FIRST = (
+    "test_taught.py",
+    "test_engine_cases.py",
+    "test_seeded_faults.py",
+    "test_chat.py",
+)
+LAST = ("test_real_smoke.py",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long files first, without taking a file's tests apart."""
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.name
+        return FIRST.index(name) if name in FIRST else len(FIRST) + (name in LAST)
+
+    items.sort(key=place)
+
 
 @pytest.fixture(autouse=True)
 def _environment_kept() -> Iterator[None]:

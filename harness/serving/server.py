@@ -44,6 +44,12 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",  # logprobs would compile a helper: seconds, and g++ needed
 }
+UNIPROC_ARGUMENTS = ("--distributed-executor-backend=uni",)
+UNIPROC_ENVIRONMENT = {**CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""The worker in the engine's process, as on a card. On a CPU vLLM puts it into one of its own, and the
+engine spins while it waits: a second core for nothing. It takes `uni` there only with this variable,
+which says nothing else to a server: its engine runs in a process of its own all the same."""
+
 METIS_ARGUMENTS = (
     "--reasoning-parser=metis",
     "--enable-auto-tool-choice",

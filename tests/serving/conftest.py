@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.serving.server import Server
+from harness.serving.server import UNIPROC_ARGUMENTS, UNIPROC_ENVIRONMENT, Server
 from tests.serving.service import ARGUMENTS, Service
 
 _HERE = Path(__file__).parent
@@ -61,5 +61,6 @@ def service(
         yield Service(root, options.getoption("--served-model"), options.getoption("--taught"))
         return
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(checkpoint(taught=True), log, ARGUMENTS) as server:
+    arguments = (*ARGUMENTS, *UNIPROC_ARGUMENTS)
+    with Server(checkpoint(taught=True), log, arguments, UNIPROC_ENVIRONMENT) as server:
         yield Service(server.base_url, server.model, taught=True)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that sends ten tokens at once says the same as one that sends each by itself."""
+"""A server that sends ten tokens at once says the same as one that sends each by itself.
+
+Its worker has a process of its own, as vLLM does on a CPU unless told otherwise.
+"""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
