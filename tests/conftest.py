@@ -19,15 +19,15 @@ from filelock import FileLock
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# Workers take files in this order, longest first, so that none is left with a long one at the end.
-# Teaching the model takes minutes, and who needs it waits: it comes first, and the waiting last.
+# Two workers take files in this order, the long ones first, so that none is left with one at the end.
+# Teaching the model takes minutes, and test_real_smoke waits for it: by then it is there.
 FIRST = (
     "test_taught.py",
     "test_engine_cases.py",
     "test_seeded_faults.py",
+    "test_real_smoke.py",
     "test_chat.py",
 )
-LAST = ("test_real_smoke.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> int:
         name = item.path.name
-        return FIRST.index(name) if name in FIRST else len(FIRST) + (name in LAST)
+        return FIRST.index(name) if name in FIRST else len(FIRST)
 
     items.sort(key=place)
 

@@ -38,18 +38,17 @@ CPU_ARGUMENTS = (
     "--max-model-len=4096",
     "--max-num-seqs=8",
     "--kv-cache-memory-bytes=536870912",  # vLLM would take most of the machine's memory
+    # The worker in the engine's process, as on a card. vLLM would put it into one of its own, and the
+    # engine spins while it waits: a second core for nothing.
+    "--distributed-executor-backend=uni",
 )
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two servers at once would share one core
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",  # logprobs would compile a helper: seconds, and g++ needed
+    # Without it vLLM takes no `uni` on a CPU. A server's engine has its own process all the same.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-UNIPROC_ARGUMENTS = ("--distributed-executor-backend=uni",)
-UNIPROC_ENVIRONMENT = {**CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""The worker in the engine's process, as on a card. On a CPU vLLM puts it into one of its own, and the
-engine spins while it waits: a second core for nothing. It takes `uni` there only with this variable,
-which says nothing else to a server: its engine runs in a process of its own all the same."""
-
 METIS_ARGUMENTS = (
     "--reasoning-parser=metis",
     "--enable-auto-tool-choice",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.serving.server import UNIPROC_ARGUMENTS, UNIPROC_ENVIRONMENT, Server
+from harness.serving.server import Server
 from tests.serving.service import ARGUMENTS, Service
 
 _HERE = Path(__file__).parent
@@ -61,6 +61,5 @@ def service(
         yield Service(root, options.getoption("--served-model"), options.getoption("--taught"))
         return
     log = tmp_path_factory.mktemp("server") / "server.log"
-    arguments = (*ARGUMENTS, *UNIPROC_ARGUMENTS)
-    with Server(checkpoint(taught=True), log, arguments, UNIPROC_ENVIRONMENT) as server:
+    with Server(checkpoint(taught=True), log, ARGUMENTS) as server:
         yield Service(server.base_url, server.model, taught=True)

@@ -13,7 +13,7 @@ import pytest
 from harness.prompts.conversations import Turn, conversations
 from harness.serving.answers import Answer
 from harness.serving.client import streamed
-from harness.serving.server import Server
+from harness.serving.server import CPU_ENVIRONMENT, Server
 from tests.serving.service import ARGUMENTS, Service
 
 pytestmark = pytest.mark.second_server
@@ -24,7 +24,9 @@ def slow_service(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
     log = tmp_path_factory.mktemp("slow-server") / "server.log"
-    with Server(checkpoint(taught=True), log, (*ARGUMENTS, "--stream-interval=10")) as server:
+    arguments = (*ARGUMENTS, "--stream-interval=10", "--distributed-executor-backend=mp")
+    environment = CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with Server(checkpoint(taught=True), log, arguments, environment) as server:
         yield Service(server.base_url, server.model, taught=True)
 
 
