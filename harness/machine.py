@@ -59,7 +59,7 @@ def foreign_processes() -> list[ForeignProcess]:
 def cards_memory_bytes() -> int | None:
     """Return the memory in use on all cards, whoever uses it; None without a card."""
     with _devices() as devices:
-        used = [int(pynvml.nvmlDeviceGetMemoryInfo(device).used) for device in devices]
+        used = [int(_memory(device).used) for device in devices]
         return sum(used) if used else None
 
 
@@ -79,7 +79,7 @@ def _devices() -> Iterator[list[Any]]:
 
 
 def _card(device: Any) -> Card:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+    memory = _memory(device)
     capability = _told(pynvml.nvmlDeviceGetCudaComputeCapability, device)
     limit_mw = _told(pynvml.nvmlDeviceGetPowerManagementLimit, device)
     clock = pynvml.NVML_CLOCK_SM
@@ -93,6 +93,11 @@ def _card(device: Any) -> Card:
         max_sm_clock_mhz=str(_told(pynvml.nvmlDeviceGetMaxClockInfo, device, clock)),
         power_limit_w=limit_mw if limit_mw == _UNKNOWN else f"{limit_mw / 1000:.2f}",
     )
+
+
+def _memory(device: Any) -> Any:
+    """Return the card's memory as nvidia-smi tells it: what the driver keeps for itself is not in use."""
+    return pynvml.nvmlDeviceGetMemoryInfo(device, version=pynvml.nvmlMemory_v2)
 
 
 def _told(ask: Callable[..., Any], *arguments: Any) -> Any:
