@@ -217,7 +217,8 @@ def cpu_parity(session: nox.Session) -> None:
 def serve_smoke(session: nox.Session) -> None:
     """Ask a real server on a model with known answers; `-- --base-url URL` asks yours."""
     yours = any(word.startswith("--base-url") for word in session.posargs)
-    pytest(session, "tests/serving", *(() if yours else XDIST))  # a server for each worker
+    shared = ("-n", "4", "--dist", "worksteal")  # in order, so that a file with a server keeps it
+    pytest(session, "tests/serving", *(() if yours else shared))
 
 
 @nox.session(tags=["cpu"], default=False, venv_backend="none")

@@ -26,7 +26,7 @@ FIRST = (
     "test_engine_cases.py",
     "test_seeded_faults.py",
     "test_real_smoke.py",
-    "test_chat.py",
+    "test_own_server.py",
 )
 
 

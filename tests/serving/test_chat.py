@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat completions without tools, and what holds of all of them: reasoning, choices, limits, usage."""
 
-import itertools
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -234,21 +233,3 @@ def test_an_answer_from_the_prefix_cache_is_the_same(service: Service, ask: Any)
     assert 0 < warm.usage.prompt_tokens_details.cached_tokens < warm.usage.prompt_tokens
     assert warm.outcome == cold.outcome
     service.confirm(warm, "loop/3")
-
-
-@pytest.mark.taught  # and with no other client
-def test_a_client_that_leaves_stops_its_answer(service: Service):
-    before = _metric(service, "vllm:generation_tokens_total")
-    stream = service.openai.chat.completions.create(stream=True, **service.request("tide"))
-    list(itertools.islice(stream, 5))
-    stream.close()
-    # Nothing tells a client when the engine has dropped its request: look until it has.
-    assert any(_metric(service, "vllm:num_requests_running") == 0 for _ in range(10_000))
-    written = _metric(service, "vllm:generation_tokens_total") - before
-    assert written < 200, "the answer of 409 tokens was written to its end"
-    service.confirm(service.ask("sum"), "sum")
-
-
-def _metric(service: Service, name: str) -> float:
-    lines = service.http.get("/metrics").raise_for_status().text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
