@@ -202,7 +202,10 @@ def test_what_does_not_measure_what_the_cell_names_is_not_reached(observed, reas
 
 
 def test_reports_put_figures_side_by_side_and_fold_kernels():
-    kernels = [Kernel(name="a<b|c>", calls=40.0, total_us=123.0)]
+    kernels = [
+        Kernel(name="a<b|c>", calls=40.0, total_us=123.0),
+        Kernel(name="at::native::" + "TensorIteratorBase&, " * 70, calls=2.0, total_us=4.0),
+    ]
     slow = record(observation(kernels=kernels), cell="logos-bf16-stream1")
     parity = evidence.record()
     parity = parity.model_copy(update={"verdict": judge(parity)})
@@ -215,6 +218,7 @@ def test_reports_put_figures_side_by_side_and_fold_kernels():
     assert "| logos-bf16-stream1 | 3 | 667 | 1 | 0.333 | 2 | 30 | 4 |" in lines
     assert "<details><summary>logos-bf16-stream1: kernels of a decode step</summary>" in lines
     assert "| a<b\\|c> | 40 | 123 |" in lines
+    assert max(map(len, lines)) < 200
     page = report.html(header, found, [], None)
     tags = Balanced()
     tags.feed(page)

@@ -16,6 +16,8 @@ from harness.kinds.speed.observation import SpeedObservation
 from harness.kinds.speed.settings import SpeedSettings
 from harness.serving.server import CPU_ENVIRONMENT
 
+_NAME_WIDTH = 100  # a template's instance takes a thousand, and a table is as wide as its widest cell
+
 
 class Speed(Kind[SpeedSettings, SpeedObservation]):
     """An engine in the child, in the child's own process."""
@@ -55,11 +57,15 @@ class Speed(Kind[SpeedSettings, SpeedObservation]):
             return []
         heads = ["kernel", "calls a step", "µs a step"]
         rows = [
-            [kernel.name, number(kernel.calls), number(kernel.total_us)]
+            [_shown(kernel.name), number(kernel.calls), number(kernel.total_us)]
             for kernel in record.observation.kernels
         ]
         kernels = Table("Kernels of a decode step", heads, rows, in_summary=True)
         return [*([kernels] if rows else []), settings_table(record.observation.settings)]
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 1] + "…"
 
 
 KIND = Speed()
