@@ -100,6 +100,17 @@ def test_a_kind_imports_no_other_kind():
     assert strange == []
 
 
+def test_no_test_module_imports_another():
+    tests = HARNESS.parent / "tests"
+    shared = [
+        f"{path.relative_to(tests)} imports {other}"
+        for path in sorted(tests.rglob("*.py"))
+        for other in sorted(imported(path))
+        if other.startswith("tests.") and ".test_" in other
+    ]
+    assert shared == []
+
+
 def test_only_some_folders_import_torch_or_vllm():
     heavy = [
         name
