@@ -16,7 +16,9 @@ from harness.kinds.speed.observation import SpeedObservation
 from harness.kinds.speed.settings import SpeedSettings
 from harness.serving.server import CPU_ENVIRONMENT
 
-_NAME_WIDTH = 100  # a template's instance takes a thousand, and a table is as wide as its widest cell
+_NAME_WIDTH = (
+    100  # a template's instance takes a thousand, and a table is as wide as its widest cell
+)
 
 
 class Speed(Kind[SpeedSettings, SpeedObservation]):
