@@ -16,9 +16,8 @@ from harness.kinds.speed.observation import SpeedObservation
 from harness.kinds.speed.settings import SpeedSettings
 from harness.serving.server import CPU_ENVIRONMENT
 
-_NAME_WIDTH = (
-    100  # a template's instance takes a thousand, and a table is as wide as its widest cell
-)
+# An instance of a template has a thousand characters, and a table is as wide as its widest cell.
+_NAME_WIDTH = 100
 
 
 class Speed(Kind[SpeedSettings, SpeedObservation]):
