@@ -111,7 +111,7 @@ def test_the_first_answers_come_again_after_hours_of_traffic_in_small(tiny, tmp_
         check=False,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "20 of 20 answers equal, 133 of 400 requests cancelled" in done.stdout

@@ -36,7 +36,7 @@ def test_a_reload_brings_back_every_weight_and_what_is_computed_of_them(checkpoi
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

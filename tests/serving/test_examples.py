@@ -27,7 +27,7 @@ def test_an_example_prints_what_the_readme_shows(service: Service, name: str):
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     if service.taught:
