@@ -2,7 +2,10 @@
 """Written checkpoints: the release's layout, every spelling of it, and their safety on disk."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +96,19 @@ def test_the_same_seed_gives_the_same_tensors_and_another_seed_others(write):
     assert all(torch.equal(first[name], again[name]) for name in first)
     zero = {"depth_budget.multiplier", *(f"layers.{i}.moe.k_budget.multiplier" for i in (0, 1))}
     assert {name for name in first if torch.equal(first[name], other[name])} == zero
+
+
+def test_a_processor_with_other_instructions_writes_the_same_weights(tmp_path):
+    here = write_checkpoint(tmp_path / "here", "tiny16", seed=1)
+    command = [sys.executable, "-m", "harness", "checkpoint", str(tmp_path / "there")]
+    subprocess.run(
+        [*command, "--shape", "tiny16", "--seed", "1"],
+        check=True,
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2"},
+    )
+    there = tmp_path / "there" / "model.safetensors"
+    assert there.read_bytes() == (here / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

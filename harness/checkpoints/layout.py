@@ -35,6 +35,8 @@ class ReleasedTensor:
 def draw(spec: ReleasedTensor, seed: int) -> Tensor:
     """Return the tensor in FP32, a function of the seed and the tensor's name alone.
 
+    Every processor with AVX2 draws the same bits, so that runs on two machines can be compared.
+
     What the model keeps in its own dtype is rounded to BF16, so that the checkpoints of both dtypes
     hold the same model.
     """
@@ -157,12 +159,15 @@ def mostly_diagonal(shape: tuple[int, ...], generator: torch.Generator) -> Tenso
     return torch.randn(shape, generator=generator).mul_(0.5) + 2 * torch.eye(*shape)
 
 
+# The next two are computed in FP64: a logarithm in FP32 has other last bits on another processor.
+
+
 def inverse_softplus_of_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """dt_bias such that softplus gives steps spread evenly in the logarithm over 0.001 to 0.1."""
-    step = 10 ** (torch.rand(shape, generator=generator) * 2 - 3)
-    return step.expm1().log()
+    step = 10 ** (torch.rand(shape, generator=generator).double() * 2 - 3)
+    return step.expm1().log().float()
 
 
 def log_of_decay(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """A_log for decays spread evenly over 1 to 16."""
-    return (torch.rand(shape, generator=generator) * 15 + 1).log()
+    return (torch.rand(shape, generator=generator).double() * 15 + 1).log().float()
