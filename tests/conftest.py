@@ -19,7 +19,7 @@ from filelock import FileLock
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# Two workers take files in this order, the long ones first, so that none is left with one at the end.
+# Workers take files in this order, the long ones first, so that none is left with one at the end.
 # Teaching the model takes minutes, and test_real_smoke waits for it: by then it is there.
 FIRST = (
     "test_taught.py",

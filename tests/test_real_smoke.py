@@ -36,10 +36,10 @@ REPOSITORY = Path(__file__).parents[1]
 MATRIX = "matrices/real_smoke.yaml"
 
 
-def pytest_run(*arguments: str, timeout_s: float = 1200) -> subprocess.CompletedProcess:
+def pytest_run(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pytest", MATRIX, "-p", "no:cacheprovider", *arguments]
     return subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s, check=False
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200, check=False
     )
 
 
