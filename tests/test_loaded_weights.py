@@ -37,7 +37,7 @@ def test_a_checkpoint_is_held_bit_by_bit(checkpoint, dtype):
     found = kinds(report)
     assert found["routed experts"] == 2 * 6
     assert found["attention qkv"] == 2
-    assert found["constants"] == 6 * 2 * 3 + 2 + 1
+    assert found["constants"] == 6 * 2 * 3 + 2 + 5
 
 
 def test_every_spelling_at_once_is_held_bit_by_bit(checkpoint):
@@ -110,6 +110,9 @@ def one_bit(tensor: torch.Tensor) -> torch.Tensor:
         ("model.layers.4.moe_connection.mix", lambda w: w.transpose(1, 2)),
         ("model.layers.4.moe_connection.read", lambda w: w * float("nan")),
         ("model.depth_memory.entry_bias", lambda w: w.flip(0)),
+        ("model.depth_memory.fold_weight", swap_halves),
+        ("model.depth_memory.fold_bias", one_bit),
+        ("model.depth_memory.logit_bias", lambda w: w + 1e-5),
     ],
 )
 def test_a_changed_tensor_is_found_and_named(faults_after, name, how):

@@ -31,7 +31,7 @@ _EXPERTS = re.compile(r"(.*\.moe)\.experts\.routed_experts\.(w13|w2)_weight(_sca
 _KV_SCALE = re.compile(r".*\.passes\.\d+\._(?:k|v|q|prob)_scale")
 _CONSTANT = re.compile(
     r"(?P<connection>.*connection)\.(?P<field>mix|read|write)|(?P<mixer>.*\.mixer)\.gates"
-    r"|.*\.depth_memory\.entry_bias"
+    r"|.*\.depth_memory\.(?P<memory>entry_bias|fold_weight|fold_bias|logit_weight|logit_bias)"
 )
 _TRAINING_NAMES = [
     (re.compile(pattern), name)
@@ -138,7 +138,7 @@ class Expectation:
         if _KV_SCALE.fullmatch(name):
             return torch.ones_like(held)  # no release stores them
         if match := _CONSTANT.fullmatch(name):
-            return self._constant(match).to(held.device)
+            return self._constant(match).to(held.device, held.dtype)
         if match := _EXPERTS.fullmatch(name):
             return self._experts(match, held).to(held.device)
         of = _training_name(name)
@@ -201,9 +201,11 @@ class Expectation:
         stored, passes = self._stored, self._passes
         if match["mixer"]:
             return stored[f"{_training_name(match['mixer'])}.pass_gates"][:passes].float().tanh()
-        if not match["connection"]:
+        if match["memory"] == "entry_bias":
             of_pass = stored["depth_memory.pass_embeddings"][:passes].float()
             return of_pass[:, None] + stored["depth_memory.anchor_embeddings"].float()
+        if match["memory"]:
+            return self._folded()[match["memory"]]
         at = _training_name(match["connection"])
         connection = HyperConnection(stored.config)
         connection.load_state_dict({key: stored[f"{at}.{key}"] for key in connection.state_dict()})
@@ -211,6 +213,32 @@ class Expectation:
         embeddings = stored["pass_embeddings"][:passes]
         with torch.no_grad():
             return torch.stack([connection.coefficients(one)[place] for one in embeddings])
+
+    def _folded(self) -> dict[str, Tensor]:
+        """Return the products of the depth memory's weights that stand in for its four linears.
+
+        For entries e, with q = W_q S + b_q, k = W_k e + b_k, v = W_v e + b_v: what a stream is
+        multiplied with in q·k and what is left of it, and W_o v + b_o. In float64, rounded once.
+        """
+        weight, bias = (
+            {
+                name: self._stored[f"depth_memory.{name}.{kind}"].to(self._dtype).double()
+                for name in ("query", "key", "value", "output")
+            }
+            for kind in ("weight", "bias")
+        )
+        key = torch.cat([weight["key"], bias["key"][:, None]], dim=1)  # of the entry and of 1
+        value = torch.cat([weight["value"], bias["value"][:, None]], dim=1)
+        met = weight["query"].T @ key
+        added = weight["output"] @ value
+        added[:, -1] += bias["output"]
+        fold, logit = torch.cat([met, added]), bias["query"] @ key
+        return {
+            "fold_weight": fold[:, :-1],
+            "fold_bias": fold[:, -1],
+            "logit_weight": logit[:-1],
+            "logit_bias": logit[-1],
+        }
 
 
 def module_kind(name: str) -> str:

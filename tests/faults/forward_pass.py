@@ -67,8 +67,8 @@ def skipped_last_read() -> None:
         before = config.num_passes * (config.num_hidden_layers + 1) - 1
         self.is_last_read = itertools.cycle([*[False] * before, True])
 
-    def read(self: Any, streams: torch.Tensor, bank: depth_memory.Bank) -> Any:
-        return real_read(self, streams, [] if next(self.is_last_read) else bank)
+    def read(self: Any, unwritten: Any, bank: depth_memory.Bank, reading: Any) -> Any:
+        return real_read(self, unwritten, [] if next(self.is_last_read) else bank, reading)
 
     depth_memory.DepthMemory.__init__, depth_memory.DepthMemory.read = init, read
 

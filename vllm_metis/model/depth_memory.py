@@ -5,11 +5,13 @@ Attention layers and the end of each pass write an entry to the token's bank; ev
 and the end of each pass read all entries with one query per residual stream. Nothing
 outlives the step, so no cache is involved. One head, whatever `memory_heads` says.
 
+An entry is written once and read by every later layer, so the products that a read would need
+are done when it is written, and a read has no matrix left:
+
+    (W_q S + b_q) · k = S · (W_q^T k) + b_q · k        and        W_o Σ w v + b_o = Σ w (W_o v + b_o)
+
 Source: docs/model.md, forward pass 2.1, 2.2, 2.10 and 3.
 """
-
-import math
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,83 +20,50 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_metis.config import Metis16Config
 from vllm_metis.model.moe import Routing
+from vllm_metis.model.stream_ops import (
+    Entry,
+    Gates,
+    MemoryRead,
+    Reading,
+    Unwritten,
+    read_memory,
+)
 
-Bank = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of the entries written so far, each (T, M), model dtype."""
-
-
-class MemoryRead(NamedTuple):
-    """What a read returns.
-
-    Attributes:
-        streams: (T, S, D), model dtype, with the gated read added.
-        summary: (T, D), model dtype, mean of the ungated reads; zeros for an empty bank.
-    """
-
-    streams: torch.Tensor
-    summary: torch.Tensor
-
-
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Attention of each stream's query over the token's own entries, softmax in FP32.
-
-    Args:
-        query: (T, S, M), model dtype.
-        keys, values: (T, N, M), model dtype.
-
-    Returns:
-        (T, S, M), model dtype.
-    """
-    scale = 1.0 / math.sqrt(query.shape[-1])
-    # Elementwise rather than batched products: T tiny matrices each, and exact FP32.
-    logits = (query.float()[:, :, None] * keys.float()[:, None]).sum(-1) * scale
-    weights = logits.softmax(-1)
-    return (weights[..., None] * values.float()[:, None]).sum(2).to(query.dtype)
-
-
-def add_gated(
-    streams: torch.Tensor, read: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
-    """Return `S_i + sigmoid(<S_i, gate_i> / sqrt(D) + bias_i) · y_i`, gates in FP32.
-
-    Args:
-        streams, read: (T, S, D), model dtype.
-        gate: (S, D); bias: (S,).
-
-    Returns:
-        (T, S, D), model dtype, rounded once.
-    """
-    wide = streams.float()
-    logits = (wide * gate.float()).sum(-1) / math.sqrt(streams.shape[-1]) + bias.float()
-    return (wide + logits.sigmoid()[..., None] * read.float()).to(streams.dtype)
-
-
-def stream_mean(streams: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the streams, (T, D), model dtype, summed in FP32."""
-    return streams.float().mean(1).to(streams.dtype)
+Bank = list[Entry]
+"""The entries written so far."""
 
 
 class DepthMemory(nn.Module):
     """Bank reads and writes and the route features; one set of weights for every layer.
 
-    Buffer, float32, filled by `finalize`: `entry_bias` (P, A + 1, M).
+    Buffers, filled by `finalize`: `entry_bias` (P, A + 1, M), float32; of the map from an entry to
+    its key and value, `fold_weight` (2D, M) and `fold_bias` (2D,), model dtype; of that to the
+    bias of its logit, `logit_weight` (M,) and `logit_bias` (), float32.
     """
 
     entry_bias: torch.Tensor
+    fold_weight: torch.Tensor
+    fold_bias: torch.Tensor
+    logit_weight: torch.Tensor
+    logit_bias: torch.Tensor
 
     def __init__(self, config: Metis16Config, prefix: str) -> None:
         super().__init__()
         hidden, width, features = config.hidden_size, config.memory_dim, config.route_feature_dim
         self.hidden_size, self.route_feature_dim = hidden, features
         self.routed_share = config.num_experts_per_tok / config.max_routed_k
+        self.scale = width**-0.5
 
         def linear(name: str, inputs: int, outputs: int) -> ReplicatedLinear:
             return ReplicatedLinear(inputs, outputs, return_bias=False, prefix=f"{prefix}.{name}")
 
-        self.query = linear("query", hidden, width)
-        self.key = linear("key", width, width)
-        self.value = linear("value", width, width)
-        self.output = linear("output", width, hidden)
+        # Held for `finalize` alone: no product is run with these four.
+        self.query = nn.Linear(hidden, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, hidden)
+        for folded in (self.query, self.key, self.value, self.output):
+            folded.requires_grad_(False)
         self.state_write = linear("state_write", hidden, width)
         self.metadata_write = linear("metadata_write", features + 4, width)
         self.stream_gate = nn.Parameter(torch.empty(config.num_streams, hidden))
@@ -106,10 +75,15 @@ class DepthMemory(nn.Module):
         self.route_weight = nn.Parameter(torch.empty(features, 3 * hidden + features))
         set_weight_attrs(self.route_weight, {"weight_loader": self._load_route_weight})
         self.route_bias = nn.Parameter(torch.empty(features))
-        entry_bias = torch.full(
-            (config.num_passes, config.num_anchors, width), float("nan"), dtype=torch.float32
-        )
-        self.register_buffer("entry_bias", entry_bias, persistent=False)
+        for name, shape, dtype in (
+            ("entry_bias", (config.num_passes, config.num_anchors, width), torch.float32),
+            ("fold_weight", (2 * hidden, width), None),
+            ("fold_bias", (2 * hidden,), None),
+            ("logit_weight", (width,), torch.float32),
+            ("logit_bias", (), torch.float32),
+        ):
+            buffer = torch.full(shape, float("nan"), dtype=dtype)
+            self.register_buffer(name, buffer, persistent=False)
 
     def _load_route_weight(self, param: nn.Parameter, loaded: torch.Tensor) -> None:
         # Named as vLLM's own loaders name it: a reload hands the new parameter over by that name.
@@ -118,21 +92,24 @@ class DepthMemory(nn.Module):
         param.data.copy_(torch.cat([kept, history, difference], dim=1))
 
     def finalize(self) -> None:
-        """Compute the entry bias of each (pass, anchor) from the loaded weights."""
+        """Compute the entry bias of each (pass, anchor) and the folded products from the weights."""
         self.entry_bias.copy_(
             self.pass_embeddings.float()[:, None] + self.anchor_embeddings.float()[None]
         )
-
-    def read(self, streams: torch.Tensor, bank: Bank) -> MemoryRead:
-        """Read every entry of `bank` into `streams` (T, S, D)."""
-        if not bank:
-            return MemoryRead(streams, torch.zeros_like(streams[:, 0]))
-        keys = torch.stack([key for key, _ in bank], dim=1)
-        values = torch.stack([value for _, value in bank], dim=1)
-        y = self.output(attend(self.query(streams), keys, values))
-        return MemoryRead(
-            add_gated(streams, y, self.stream_gate, self.stream_gate_bias), stream_mean(y)
+        # In float64: these are sums over M that a read would have rounded once, not twice.
+        query, key, value, output = (
+            (linear.weight.double(), linear.bias.double())
+            for linear in (self.query, self.key, self.value, self.output)
         )
+        self.fold_weight.copy_(torch.cat([query[0].T @ key[0], output[0] @ value[0]]))
+        self.fold_bias.copy_(torch.cat([query[0].T @ key[1], output[0] @ value[1] + output[1]]))
+        self.logit_weight.copy_(query[1] @ key[0])
+        self.logit_bias.copy_(query[1] @ key[1])
+
+    def read(self, unwritten: Unwritten, bank: Bank, reading: Reading) -> MemoryRead:
+        """Write a sublayer's output back, read every entry of `bank` into the streams, and read these."""
+        gates = Gates(self.scale, self.stream_gate, self.stream_gate_bias)
+        return read_memory(unwritten, bank, gates, reading)
 
     def route_features(
         self, mean: torch.Tensor, summary: torch.Tensor, history: torch.Tensor
@@ -187,7 +164,9 @@ class DepthMemory(nn.Module):
         )
         entry = self.state_write(mean) + self.metadata_write(metadata.to(mean.dtype))
         entry = entry + self.entry_bias[pass_index, anchor].to(entry.dtype)
-        bank.append((self.key(entry), self.value(entry)))
+        key_value = nn.functional.linear(entry, self.fold_weight, self.fold_bias)
+        bias = (entry.float() * self.logit_weight).sum(-1) + self.logit_bias
+        bank.append(Entry(key_value, bias))
 
 
 class Continuation(nn.Module):

@@ -6,8 +6,8 @@ output back to all, while the streams themselves are mixed by a doubly stochasti
 Mix, read and write depend on weights and the pass alone, so they are computed once after
 loading (`HyperConnection.finalize`), in FP32.
 
-`read_streams` and `write_streams` take plain tensors: with the memory read and the norm
-they are all that happens between two sublayers, and are meant to be fused.
+What is done with them, together with the memory read and the norm, are the operators of
+`stream_ops`.
 
 Source: docs/model.md, forward pass 2.3 to 2.6.
 """
@@ -17,6 +17,7 @@ from torch import nn
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from vllm_metis.config import Metis16Config
+from vllm_metis.model.stream_ops import Reading, Unwritten
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int) -> torch.Tensor:
@@ -29,41 +30,6 @@ def sinkhorn(logits: torch.Tensor, iterations: int) -> torch.Tensor:
         logits = logits - logits.logsumexp(-1, keepdim=True)
         logits = logits - logits.logsumexp(-2, keepdim=True)
     return logits.exp()
-
-
-def read_streams(streams: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-    """Return the mixture of the streams that a sublayer sees.
-
-    Args:
-        streams: (T, S, D), model dtype.
-        read: (S,), float32, sums to one.
-
-    Returns:
-        (T, D), model dtype.
-    """
-    return (streams.float() * read[:, None]).sum(1).to(streams.dtype)
-
-
-def write_streams(
-    streams: torch.Tensor, output: torch.Tensor, mix: torch.Tensor, write: torch.Tensor
-) -> torch.Tensor:
-    """Return the mixed streams plus a sublayer's output: `S_o = Σ_i mix[o,i]·S_i + write_o·out`.
-
-    Args:
-        streams: (T, S, D), model dtype, as the sublayer read them.
-        output: (T, D), model dtype.
-        mix: (S, S), float32, doubly stochastic.
-        write: (S,), float32, sums to one.
-
-    Returns:
-        (T, S, D), model dtype, rounded once.
-    """
-    wide = streams.float()
-    written = write[:, None] * output.float()[:, None]
-    # Term by term: a batched product would not fuse, one broadcast holds S² · D per token.
-    for i in range(streams.shape[1]):
-        written = written + mix[:, i, None] * wide[:, i : i + 1]
-    return written.to(streams.dtype)
 
 
 class HyperConnection(nn.Module):
@@ -112,12 +78,10 @@ class HyperConnection(nn.Module):
         self.read.copy_((self.read_logits.float() + read).softmax(-1))
         self.write.copy_((self.write_logits.float() + write).softmax(-1))
 
-    def read_normed(self, streams: torch.Tensor, pass_index: int) -> torch.Tensor:
-        """Return the sublayer's input of this pass, (T, D), model dtype."""
-        return self.norm(read_streams(streams, self.read[pass_index]))
+    def reading(self, pass_index: int) -> Reading:
+        """Return how the sublayer reads the streams in this pass."""
+        return Reading(self.read[pass_index], self.norm.weight, self.norm.variance_epsilon)
 
-    def write_back(
-        self, streams: torch.Tensor, output: torch.Tensor, pass_index: int
-    ) -> torch.Tensor:
-        """Return the streams after the sublayer, (T, S, D), model dtype."""
-        return write_streams(streams, output, self.mix[pass_index], self.write[pass_index])
+    def unwritten(self, streams: torch.Tensor, output: torch.Tensor, pass_index: int) -> Unwritten:
+        """Return the streams (T, S, D) with the sublayer's output (T, D), to be written back."""
+        return Unwritten(streams, output, self.mix[pass_index], self.write[pass_index])

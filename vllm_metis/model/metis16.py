@@ -13,6 +13,9 @@ The forward pass, in the order of docs/model.md:
 3. At the end of each pass the memory is read again, and written but after the last.
 4. The mean of the streams is normed and meets the tied head.
 
+What a sublayer gives stays beside the streams (`Unwritten`) until the operator that reads them next
+writes it back, so that all that happens between two sublayers is one kernel (`stream_ops`).
+
 Adapted in structure from vllm/model_executor/models/nemotron_h.py (vLLM 0.31.0).
 """
 
@@ -50,10 +53,12 @@ from vllm_metis.checkpoint.names import MAPPER
 from vllm_metis.checkpoint.specs import PACKED
 from vllm_metis.config import Metis16Config
 from vllm_metis.model.attention import Metis16Attention, PassAttention
-from vllm_metis.model.depth_memory import Bank, Continuation, DepthMemory, stream_mean
+from vllm_metis.model.depth_memory import Bank, Continuation, DepthMemory
 from vllm_metis.model.hyper_connections import HyperConnection
 from vllm_metis.model.mamba import Metis16Mamba
 from vllm_metis.model.moe import LatentMoE, Routing
+from vllm_metis.model.stream_ops import MemoryRead, Reading, Unwritten, write_mean, write_read
+from vllm_metis.model.streams import stream_mean
 
 
 class Metis16DecoderLayer(nn.Module):
@@ -77,21 +82,21 @@ class Metis16DecoderLayer(nn.Module):
         self.moe = LatentMoE(config, quant_config, f"{prefix}.moe")
 
     def forward(
-        self, streams: torch.Tensor, route_features: torch.Tensor, pass_index: int
-    ) -> tuple[torch.Tensor, Routing]:
-        """Return the streams after both sublayers and what the router decided.
+        self, read: MemoryRead, route_features: torch.Tensor, pass_index: int
+    ) -> tuple[Unwritten, Routing]:
+        """Return the streams with the experts' output and what the router decided.
 
         Args:
-            streams: (T, S, D), model dtype, after the memory read.
+            read: The streams after the memory read, and the mixer's mixture of them.
             route_features: (T, R), model dtype.
         """
-        hidden_states = self.mixer_connection.read_normed(streams, pass_index)
-        output = self.mixer(hidden_states, pass_index)
-        streams = self.mixer_connection.write_back(streams, output, pass_index)
-
-        hidden_states = self.moe_connection.read_normed(streams, pass_index)
+        output = self.mixer(read.normed, pass_index)
+        streams, hidden_states = write_read(
+            self.mixer_connection.unwritten(read.streams, output, pass_index),
+            self.moe_connection.reading(pass_index),
+        )
         output, routing = self.moe(hidden_states, route_features)
-        return self.moe_connection.write_back(streams, output, pass_index), routing
+        return self.moe_connection.unwritten(streams, output, pass_index), routing
 
 
 @support_torch_compile
@@ -130,39 +135,37 @@ class Metis16Model(nn.Module):
     ) -> torch.Tensor:
         """Return the normed mean of the streams, (T, D), model dtype."""
         x = inputs_embeds if inputs_embeds is not None else self.embed_input_ids(input_ids)
-        streams = x[:, None] + self.stream_embeddings
-        previous = stream_mean(streams)
+        unwritten = Unwritten(x[:, None] + self.stream_embeddings)
+        previous = stream_mean(unwritten.streams)
         history = x.new_zeros((x.shape[0], self.config.route_feature_dim), dtype=torch.float32)
         continuation = history[:, :1]
         bank: Bank = []
+        memory = self.depth_memory
+        head = Reading(None, self.final_norm.weight, self.final_norm.variance_epsilon)
 
         for pass_index in range(self.config.num_passes):
             for layer in self.layers:
-                streams, summary = self.depth_memory.read(streams, bank)
-                route_features = self.depth_memory.route_features(
-                    stream_mean(streams), summary, history
-                )
-                streams, routing = layer(streams, route_features, pass_index)
+                read = memory.read(unwritten, bank, layer.mixer_connection.reading(pass_index))
+                route_features = memory.route_features(read.mean, read.summary, history)
+                unwritten, routing = layer(read, route_features, pass_index)
                 history = 0.5 * history + 0.5 * routing.coalition
                 if layer.anchor is not None:
-                    mean = stream_mean(streams)
-                    self.depth_memory.write(
-                        bank, mean, routing, continuation, pass_index, layer.anchor
-                    )
+                    streams, mean = write_mean(unwritten)
+                    unwritten = Unwritten(streams)
+                    memory.write(bank, mean, routing, continuation, pass_index, layer.anchor)
 
-            streams, summary = self.depth_memory.read(streams, bank)
+            read = memory.read(unwritten, bank, head)
+            unwritten = Unwritten(read.streams)
             if pass_index + 1 == self.config.num_passes:
                 break  # the continuation and a write would be read by nobody
-            mean = stream_mean(streams)
-            difference = mean - previous
-            features = self.depth_memory.pass_features(mean, summary, difference, history)
-            continuation = self.continuation(mean, summary, difference, features)
-            self.depth_memory.write(
-                bank, mean, routing, continuation, pass_index, self.config.num_anchors - 1
-            )
-            previous = mean
+            difference = read.mean - previous
+            features = memory.pass_features(read.mean, read.summary, difference, history)
+            continuation = self.continuation(read.mean, read.summary, difference, features)
+            anchor = self.config.num_anchors - 1
+            memory.write(bank, read.mean, routing, continuation, pass_index, anchor)
+            previous = read.mean
 
-        return self.final_norm(stream_mean(streams))
+        return read.normed
 
 
 class Metis16ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):

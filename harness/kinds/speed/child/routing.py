@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from harness.checkpoints.quantize import FP8
-from vllm_metis.model.depth_memory import stream_mean
 from vllm_metis.model.moe import route, select
+from vllm_metis.model.streams import read_normed, stream_mean
 
 
 @torch.no_grad()
@@ -57,7 +57,8 @@ def chosen_experts(model: Any, token_ids: Sequence[int]) -> float:
     counts = []
     for layer in stack.layers:
         moe = layer.moe
-        latent = moe.latent_down(layer.moe_connection.read_normed(streams, 0))
+        reading = layer.moe_connection.reading(0)
+        latent = moe.latent_down(read_normed(streams, *reading))
         logits = route(latent, features, moe.expert_router.weight, moe.expert_router.bias)
         _, experts = select(logits, moe.selection_bias, moe.top_k)
         counts.append(experts.unique().numel())
