@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_TARGET_DEVICE": "cpu",
+    "TRITON_INTERPRET": "1",  # without a card, tests run the kernel in Triton's interpreter
     "PYTHONDONTWRITEBYTECODE": None,  # each of some hundred children would compile the harness
 }
 
