@@ -140,7 +140,7 @@ def test_the_switch_takes_0_and_1_and_names_what_else_it_was_given(monkeypatch):
         monkeypatch.setenv("VLLM_METIS_FUSED", value)
         assert stream_ops.fused() == (value == "1" and DEVICE == "cuda")
     monkeypatch.setenv("VLLM_METIS_FUSED", "off")
-    with pytest.raises(ValueError, match="'off': expected 1 .* or 0"):
+    with pytest.raises(ValueError, match=r"'off': expected 1 .* or 0"):
         stream_ops.fused()
 
 
