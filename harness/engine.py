@@ -129,6 +129,18 @@ class Engine:
             yield self.core.step()
             step += 1
 
+    def answers(self, requests: Sequence[Request]) -> tuple[list[Any], list[int]]:
+        """Serve requests of different names.
+
+        Returns:
+            What each gave once it was finished, and how many requests gave something in each step.
+        """
+        steps = list(self.steps(requests))
+        finished = {
+            output.request_id: output for outputs in steps for output in outputs if output.finished
+        }
+        return [finished[request.name] for request in requests], list(map(len, steps))
+
     def requests(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
         """Return requests under names of their own, which arrive together."""
         named = []
@@ -180,9 +192,8 @@ class Engine:
 
     def _alone(self, ids: Sequence[int], params: SamplingParams) -> Any:
         """Run one request and return what it gave when it was finished."""
-        steps = self.steps(self.requests([ids], params))
-        (finished,) = [output for outputs in steps for output in outputs if output.finished]
-        return finished
+        (answer,), _ = self.answers(self.requests([ids], params))
+        return answer
 
 
 def for_any_machine(args: Mapping[str, Any]) -> dict[str, Any]:

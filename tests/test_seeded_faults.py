@@ -92,3 +92,22 @@ def test_a_fault_turns_the_right_cells_red_and_they_say_where(run_faulty, fault)
         assert f"{worst.request}[{worst.position}] token {worst.token_id}: reference" in text
         median = float(re.search(r"there by (\S+) nats in the median", text)[1])
         assert median_nats / 3 < median < median_nats * 3
+
+
+def test_a_race_turns_those_cells_red_that_ask_again_and_no_others(run_faulty):
+    verdicts = {
+        "fp32-batched-tiny": "pass",
+        "fp32-same_batch-tiny": "fail",
+        "fp32-same_hits-tiny": "fail",
+    }
+    found, texts = run_faulty("race", list(verdicts))
+    assert {cell: record.verdict.verdict for cell, record in found.items()} == verdicts
+    for cell in ("fp32-same_batch-tiny", "fp32-same_hits-tiny"):
+        failed = [one.metric for one in found[cell].verdict.findings if not one.passed]
+        assert failed == ["rows_of_other_bits"]
+        assert "other ones each time, as of a race" in texts[cell]
+    (again,) = found["fp32-same_batch-tiny"].observation.repetitions
+    assert 0.02 < again.other_rows / (again.times * again.rows) < 0.04
+    assert re.search(
+        r"0\.3-long, time \d of 5: \d+ rows came back .*: row \d+, ", texts["fp32-same_batch-tiny"]
+    )

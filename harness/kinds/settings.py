@@ -8,7 +8,7 @@ so that nothing has a silent default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -109,6 +109,20 @@ class Round(StrictModel):
             "read anew."
         ),
     ] = None
+    times: Annotated[
+        AtLeastOne,
+        Field(
+            description="How often the round is asked, the same requests in the same order. The first "
+            "time is judged as any round; the others must come back as `same` says."
+        ),
+    ] = 1
+    prompt_rows: Annotated[
+        bool,
+        Field(
+            description="Compare every row of the prefill, by the logprobs of the prompts' own tokens; "
+            "else those of generated tokens alone. vLLM reads no prefix cache for such requests."
+        ),
+    ] = False
 
     @model_validator(mode="after")
     def _arrive_where_they_do(self) -> Self:
@@ -116,11 +130,61 @@ class Round(StrictModel):
             raise ValueError("`arrive_every_steps` belongs to schedule `arrivals`, and only there")
         return self
 
+    @model_validator(mode="after")
+    def _compare_what_is_there(self) -> Self:
+        if self.prompt_rows and self.times == 1:
+            raise ValueError("`prompt_rows` is compared between times: `times` must be above 1")
+        if self.prompt_rows and self.cached != "none":
+            raise ValueError(
+                f"`prompt_rows` and hits exclude each other, as vLLM reads no prefix cache then: "
+                f"expected `cached: none`, found {self.cached}"
+            )
+        return self
+
+    def batches(self) -> Iterator[list[tuple[int, str, int]]]:
+        """Yield requests that may meet in the engine: place in the round, prompt, step of arrival."""
+        prompts = list(enumerate(self.prompts))
+        if self.schedule == "alone":
+            yield from ([(index, prompt, 0)] for index, prompt in prompts)
+        else:
+            every = self.arrive_every_steps or 0
+            yield [(index, prompt, index * every) for index, prompt in prompts]
+
+
+class Spread(StrictModel):
+    """A kernel that gives other bits each time, rightly, and how far apart its answers may be."""
+
+    kernel: Annotated[Text, Field(description="Its name, and why it is not deterministic.")]
+    spread_nats: Annotated[float, Field(gt=0)]
+
 
 class Workload(StrictModel):
     """Rounds, one after another on one engine; the prefix cache is emptied before the first."""
 
     rounds: Annotated[list[Round], Field(min_length=1)]
+    same: Annotated[
+        Literal["bits"] | Spread,
+        Field(
+            description="How rounds with `times` above 1 come back. bits: every token and logprob with "
+            "the same bits. Else within the spread of a kernel that is named."
+        ),
+    ] = "bits"
+
+    @model_validator(mode="after")
+    def _spread_where_rounds_repeat(self) -> Self:
+        if self.same != "bits" and not self.repeats:
+            raise ValueError("`same` is about rounds with `times` above 1, and there is none")
+        return self
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a round is asked more than once."""
+        return any(one.times > 1 for one in self.rounds)
+
+    @property
+    def spread(self) -> Spread | None:
+        """What rounds may differ by that are asked again; None for not a bit."""
+        return None if self.same == "bits" else self.same
 
 
 class CellSettings(StrictModel):

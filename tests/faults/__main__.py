@@ -6,9 +6,9 @@ from typing import Any
 
 from harness.kinds.parity import child
 from harness.process import child_loop
-from tests.faults import caches, forward_pass
+from tests.faults import caches, forward_pass, repetition
 
-FAULTS = {**forward_pass.FAULTS, **caches.FAULTS}
+FAULTS = {**forward_pass.FAULTS, **caches.FAULTS, **repetition.FAULTS}
 
 
 def main() -> None:

@@ -134,7 +134,7 @@ def test_all_faults_are_reported_at_once_with_their_lines(load):
     )
     found = faults(load, text)
     assert [line.split(":")[0] for line in found] == ["9", "11", "22"]
-    assert "unknown key 'precission' in base; allowed: checkpoint, engine," in found[0]
+    assert "unknown key 'precission' in base; allowed: against, checkpoint, engine," in found[0]
     assert "base.sampling.max_tokens: expected a valid integer, found 'many'" in found[1]
     assert "expected 'alone', 'batched' or 'arrivals', found 'together'" in found[2]
 

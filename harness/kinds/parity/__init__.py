@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.evidence.record import Record
 from harness.evidence.verdict import Verdict
+from harness.judging import sameness
 from harness.judging.agreement import metrics_of
 from harness.judging.metrics import TPOT_MS, TTFT_MS, Metric
 from harness.kinds.kind import Child, Kind, Plot, Table, Workshop, Written
@@ -27,18 +28,22 @@ class Parity(Kind[ParitySettings, EngineObservation]):
     metrics = {
         "greedy_mismatches": Metric("tokens", "lower"),
         **metrics_of("decode"),
+        **sameness.METRICS,
         "near_ties": Metric("tokens", "lower", 2.0, 4.0),
         "sqnr_db": Metric("dB", "higher", 1.0, 6.0),
         "cached_tokens": Metric("tokens", "none"),
         "ttft_ms": TTFT_MS,
         "tpot_ms": TPOT_MS,
     }
-    headlines = ("decode_logprob_error_max",)
-    made_by = ("engine.py", "checkpoints", "prompts", "reference", "scoring")
+    headlines = ("decode_logprob_error_max", "rows_of_other_bits")
+    made_by = ("engine.py", "repetition.py", "checkpoints", "prompts", "reference", "scoring")
 
     def child_config(
         self, settings: ParitySettings, written: Written, group: str, workshop: Workshop
     ) -> dict[str, Any]:
+        if settings.against == "itself":
+            drawn = settings.checkpoint.model_dump(include={"shape", "dtype", "seed"})
+            return {"drawn": drawn, "cache": str(workshop.cache), "args": settings.engine.args}
         checkpoint = workshop.reference.checkpoint(written["checkpoint"])
         return {"model": checkpoint.served, "args": settings.engine.args}
 
@@ -46,18 +51,30 @@ class Parity(Kind[ParitySettings, EngineObservation]):
         self, settings: ParitySettings, child: Child, workshop: Workshop
     ) -> Iterator[tuple[str, Any]]:
         reference = workshop.reference
-        checkpoint = reference.checkpoint(settings.checkpoint.model_dump())
+        checkpoint = None
+        if settings.against == "reference":
+            checkpoint = reference.checkpoint(settings.checkpoint.model_dump())
+
+        def render(chat: dict[str, Any]) -> list[int]:
+            if checkpoint is None:
+                raise corpus.CorpusError(
+                    "against `itself`, prompts are random tokens: found a chat"
+                )
+            return reference.render(checkpoint.source, chat)
+
         frozen = corpus.freeze(
             workshop.prompts,
             settings.prompt_names,
             block_size=child.facts["block_size"],
-            vocab_size=checkpoint.vocab_size,
+            vocab_size=checkpoint.vocab_size if checkpoint else child.facts["vocab_size"],
             longest=child.facts["max_model_len"] - settings.sampling.max_tokens,
-            render=lambda chat: reference.render(checkpoint.source, chat),
+            render=render,
         )
         yield "corpus", frozen
         observation: EngineObservation = child.ask(EngineObservation, token_ids=frozen.token_ids)
         yield "observation", observation
+        if checkpoint is None:
+            return
         sequences = [
             {
                 "prompt_token_ids": frozen.token_ids[one.prompt],
@@ -76,7 +93,8 @@ class Parity(Kind[ParitySettings, EngineObservation]):
         return explain.figures(record)
 
     def deviations(self, record: Record[EngineObservation]) -> list[str]:
-        return explain.deviations(record)
+        again = record.observation.repetitions if record.observation else []
+        return [*sameness.described(again), *explain.deviations(record)]
 
     def circumstances(self, record: Record[EngineObservation]) -> list[str]:
         return explain.circumstances(record)

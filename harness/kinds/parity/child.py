@@ -4,25 +4,29 @@
 Run as `python -m harness.kinds.parity.child CONFIG` by harness/run/cells.py. What is observed comes
 from interfaces that vLLM offers: `RequestOutput`, the resolved `VllmConfig`, and a stat logger, which
 the engine tells of each step (how many prompt tokens it computed, whom it preempted, which CUDA graph
-it replayed).
+it replayed). A round that is asked several times is written down once, with what differed later.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from vllm import SamplingParams
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from harness.checkpoints.drawn import DRAWN_ARGS, configuration_only, draw_weights
 from harness.engine import Engine, Request
 from harness.evidence.engine import EngineFacts
+from harness.evidence.repetitions import Repetitions
 from harness.kinds.parity.observation import EngineObservation, RequestObservation, Step
 from harness.kinds.parity.settings import Sampling
 from harness.kinds.settings import Round, Workload
 from harness.process import child_loop
+from harness.repetition import Repeated
 
 _OWN_ARGS: dict[str, Any] = {
     "disable_log_stats": False,
@@ -35,7 +39,11 @@ class StepRecorder(StatLoggerBase):
     """Keeps what the engine reports of each step that scheduled tokens."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0):
-        self.round = 0
+        self.begin(0)
+
+    def begin(self, round_: int) -> None:
+        """Keep the steps of a round from here on, and no earlier ones."""
+        self.round = round_
         self.steps: list[Step] = []
 
     def record(
@@ -73,12 +81,18 @@ def build(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
     """Start the engine; return its resolved settings and what answers a cell's job.
 
     Args:
-        config: `model` (a checkpoint folder) and `args` (EngineArgs by name).
+        config: `args` (EngineArgs by name), and `model` (a checkpoint folder), or `drawn` (shape, dtype
+            and seed of weights that are drawn) and `cache` (a folder).
     """
     recorder = StepRecorder()
     args = {**config["args"], **_OWN_ARGS}
     loggers = [lambda *_: recorder]
-    engine = Engine(config["model"], args, in_process=False, stat_loggers=loggers)
+    if drawn := config.get("drawn"):
+        folder = configuration_only(Path(config["cache"]), drawn["shape"], drawn["dtype"])
+        engine = Engine(str(folder), {**args, **DRAWN_ARGS}, stat_loggers=loggers)
+        engine.apply(lambda model: draw_weights(model, drawn["seed"]))
+    else:
+        engine = Engine(config["model"], args, in_process=False, stat_loggers=loggers)
     facts = engine.facts
 
     def handle(job: dict[str, Any]) -> BaseModel:
@@ -86,7 +100,8 @@ def build(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
         sampling = Sampling.model_validate(job["settings"]["sampling"])
         return _observe(engine, recorder, facts, workload, sampling, job["token_ids"])
 
-    return facts.model_dump(), handle
+    vocab_size = engine.core.model_config.get_vocab_size()
+    return {**facts.model_dump(), "vocab_size": vocab_size}, handle
 
 
 def _observe(
@@ -100,17 +115,30 @@ def _observe(
     """Run the rounds of one cell on an engine with an empty prefix cache."""
     if facts.enable_prefix_caching and not engine.core.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be emptied: requests of another cell run on")
-    recorder.steps = []
     started = time.monotonic()
     requests: list[RequestObservation] = []
+    steps: list[Step] = []
+    repetitions: list[Repetitions] = []
     for number, round_ in enumerate(workload.rounds):
-        recorder.round = number
         if round_.before is not None:
             _BEFORE[round_.before](engine)
-        for batch in _batches(round_):
-            requests += _run_batch(engine, number, batch, sampling, token_ids)
+        repeated = Repeated(number)
+        for is_again in range(round_.times):
+            recorder.begin(number)
+            outputs = list(_ask(engine, number, round_, sampling, token_ids))
+            if not is_again:
+                steps += recorder.steps
+                requests += [_request(one, number, sampling.logprobs) for one in outputs]
+            if round_.times > 1:
+                repeated.add(outputs, tuple(map(_made_up_of, recorder.steps)))
+        if round_.times > 1:
+            repetitions.append(repeated.found())
     return EngineObservation(
-        facts=facts, requests=requests, steps=recorder.steps, run_s=time.monotonic() - started
+        facts=facts,
+        requests=requests,
+        steps=steps,
+        run_s=time.monotonic() - started,
+        repetitions=repetitions,
     )
 
 
@@ -151,40 +179,34 @@ def spoil(worker: Any) -> None:
             tensor.data.zero_()
 
 
-def _batches(round_: Round) -> Iterator[list[tuple[int, str, int]]]:
-    """(position in the round, prompt, step of arrival) of requests that may meet in the engine."""
-    prompts = list(enumerate(round_.prompts))
-    if round_.schedule == "alone":
-        yield from ([(index, prompt, 0)] for index, prompt in prompts)
-    else:
-        every = round_.arrive_every_steps or 0
-        yield [(index, prompt, index * every) for index, prompt in prompts]
-
-
-def _run_batch(
+def _ask(
     engine: Engine,
     number: int,
-    batch: list[tuple[int, str, int]],
+    round_: Round,
     sampling: Sampling,
     token_ids: dict[str, list[int]],
-) -> list[RequestObservation]:
-    params = SamplingParams(**sampling.model_dump(), detokenize=False)
-    prompts = {f"{number}.{index}-{prompt}": (prompt, step) for index, prompt, step in batch}
-    requests = [
-        Request(name, token_ids[prompt], params, step) for name, (prompt, step) in prompts.items()
-    ]
-    finished = {
-        output.request_id: _request(
-            output, number, prompts[output.request_id][0], sampling.logprobs
-        )
-        for outputs in engine.steps(requests)
-        for output in outputs
-        if output.finished
-    }
-    return [finished[name] for name in prompts]
+) -> Iterator[Any]:
+    """Ask a round once; yield what its requests gave, in their order."""
+    params = SamplingParams(
+        **sampling.model_dump(),
+        prompt_logprobs=sampling.logprobs if round_.prompt_rows else None,
+        detokenize=False,
+    )
+    for batch in round_.batches():
+        requests = [
+            Request(f"{number}.{index}-{prompt}", token_ids[prompt], params, step)
+            for index, prompt, step in batch
+        ]
+        answers, _ = engine.answers(requests)
+        yield from answers
 
 
-def _request(output: Any, number: int, prompt: str, top: int) -> RequestObservation:
+def _made_up_of(step: Step) -> Step:
+    """Return of a step what must be the same each time; the cache fills from one to the next."""
+    return step.model_copy(update={"kv_cache_usage": 0.0})
+
+
+def _request(output: Any, number: int, top: int) -> RequestObservation:
     completion = output.outputs[0]
     chosen, top_ids, top_logprobs = [], [], []
     for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
@@ -195,7 +217,7 @@ def _request(output: Any, number: int, prompt: str, top: int) -> RequestObservat
     metrics = output.metrics
     return RequestObservation(
         id=output.request_id,
-        prompt=prompt,
+        prompt=output.request_id.partition("-")[2],
         round=number,
         num_prompt_tokens=len(output.prompt_token_ids),
         token_ids=list(completion.token_ids),

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from harness.evidence.record import Record
 from harness.evidence.scores import Reference
 from harness.evidence.verdict import ReachFact, Verdict
-from harness.judging import agreement, findings, tolerance
+from harness.judging import agreement, findings, sameness, tolerance
 from harness.kinds.parity import reach
 from harness.kinds.parity.observation import EngineObservation
 from harness.kinds.parity.settings import ParitySettings
@@ -19,11 +21,25 @@ def judge(settings: ParitySettings, record: Record[EngineObservation]) -> Verdic
     facts = reach.check(settings, observation)
     if findings.missed(facts):
         return findings.not_reached(facts)
+    again, spread = observation.repetitions, settings.workload.spread
+    if settings.against == "itself":
+        return sameness.judged(_numbers_only(observation, facts), again, spread)
     if record.reference is None:
         return findings.error("the record holds no reference", facts)
     verdict = _judge(settings.precision, observation, record.reference, facts)
-    why = settings.measure_only
-    return verdict if why is None else agreement.measured_only(verdict, why)
+    if (why := settings.measure_only) is not None:
+        verdict = agreement.measured_only(verdict, why)
+    return sameness.judged(verdict, again, spread)
+
+
+def _numbers_only(observation: EngineObservation, facts: list[ReachFact]) -> Verdict:
+    """Pass logprobs without a reference: NaN has the same bits each time, and is none."""
+    reasons = [
+        f"{request.id}: a logprob is no finite number"
+        for request in observation.requests
+        if not (np.isfinite(request.logprobs).all() and np.isfinite(request.top_logprobs).all())
+    ]
+    return Verdict(verdict="fail" if reasons else "pass", reasons=reasons, reach=facts)
 
 
 def _judge(

@@ -7,6 +7,7 @@ from typing import Literal
 
 from harness.evidence.base import Evidence, Observation
 from harness.evidence.engine import EngineFacts
+from harness.evidence.repetitions import Repetitions
 
 
 class RequestObservation(Evidence):
@@ -49,3 +50,4 @@ class EngineObservation(Observation):
     requests: list[RequestObservation]
     steps: list[Step]
     run_s: float
+    repetitions: list[Repetitions] = []  # of rounds with several times; the rest is of their first

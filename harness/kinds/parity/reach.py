@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from harness.evidence.engine import EngineFacts
 from harness.evidence.verdict import ReachFact
+from harness.judging import sameness
 from harness.judging.findings import fact
 from harness.judging.tolerance import precision
 from harness.kinds.parity.observation import EngineObservation, RequestObservation, Step
@@ -46,6 +47,10 @@ def check(settings: ParitySettings, observation: EngineObservation) -> list[Reac
         facts += _schedule(number, round_.schedule, requests, steps, settings)
         if round_.schedule == "alone" and round_.cached == "none":
             facts += _prefill(number, settings.reach.prefill, requests, steps)
+        rows = sum(len(request.token_ids) for request in requests)
+        if round_.prompt_rows:
+            rows += sum(request.num_prompt_tokens - 1 for request in requests)
+        facts += sameness.reach(number, round_.times, rows, observation.repetitions)
     facts.append(_preemptions(settings.reach.preemptions, observation.steps))
     facts.append(_graphs(settings.reach.cudagraphs, observation.steps))
     return facts

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from harness.kinds.settings import (
     AtLeastOne,
@@ -73,6 +74,24 @@ class ParitySettings(EngineCellSettings):
             "and finite figures judged."
         ),
     ] = None
+
+    against: Annotated[
+        Literal["reference", "itself"],
+        Field(
+            description="itself: for shapes too large for the reference. Weights are drawn in the engine, "
+            "prompts are random tokens, and all that is judged is that rounds with `times` above 1 come "
+            "back the same."
+        ),
+    ] = "reference"
+
+    @model_validator(mode="after")
+    def _itself_is_asked_again(self) -> Self:
+        if self.against == "itself":
+            if not self.workload.repeats:
+                raise ValueError("against `itself`, a round must have `times` above 1")
+            if self.checkpoint.taught or self.checkpoint.quantize != "none":
+                raise ValueError("against `itself` there is no checkpoint to teach or to quantize")
+        return self
 
     @property
     def prompt_names(self) -> list[str]:

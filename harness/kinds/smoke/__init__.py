@@ -9,6 +9,7 @@ from typing import Any
 from harness.evidence.base import Observation
 from harness.evidence.record import Record
 from harness.evidence.verdict import Verdict
+from harness.judging import sameness
 from harness.judging.agreement import metrics_of
 from harness.judging.metrics import DECODE_TOK_S, TPOT_MS, TTFT_MS, Metric
 from harness.kinds.kind import Kind, Table, Workshop, Written, settings_table
@@ -31,13 +32,14 @@ class Smoke(Kind[SmokeSettings, Observation]):
     observations = (PromptObservation, ServedObservation, TimingObservation)
     metrics = {
         **metrics_of("prompt"),
+        **sameness.METRICS,
         "answer_faults": Metric("answers", "lower"),
         "ttft_ms": TTFT_MS,
         "tpot_ms": TPOT_MS,
         "decode_tok_s": DECODE_TOK_S,
     }
     headlines = ("prompt_logprob_error_max", "answer_faults", "decode_tok_s")
-    made_by = ("engine.py", "checkpoints", "prompts", "scoring", "serving")
+    made_by = ("engine.py", "repetition.py", "checkpoints", "prompts", "scoring", "serving")
     needs_model = True
 
     def child_config(
@@ -57,6 +59,10 @@ class Smoke(Kind[SmokeSettings, Observation]):
 
     def judge(self, settings: SmokeSettings, record: Record[Observation]) -> Verdict:
         return judge(settings, record)
+
+    def deviations(self, record: Record[Observation]) -> list[str]:
+        seen = record.observation
+        return sameness.described(seen.repetitions if isinstance(seen, PromptObservation) else [])
 
     def tables(self, record: Record[Observation]) -> list[Table]:
         seen = record.observation

@@ -18,8 +18,8 @@ import jsonschema
 
 from harness.evidence.record import Record
 from harness.evidence.scores import Reference
-from harness.evidence.verdict import Verdict
-from harness.judging import agreement, tolerance
+from harness.evidence.verdict import ReachFact, Verdict
+from harness.judging import agreement, sameness, tolerance
 from harness.judging.findings import error, fact, measured, missed, none_expected, not_reached
 from harness.kinds.smoke.observation import (
     FunctionCall,
@@ -29,7 +29,7 @@ from harness.kinds.smoke.observation import (
     ServedStream,
     TimingObservation,
 )
-from harness.kinds.smoke.settings import SmokeSettings, TimingCheck
+from harness.kinds.smoke.settings import ParityCheck, SmokeSettings, TimingCheck
 
 _MARKUP = ("<think>", "</think>", "<|", "<function=", "</function>", "<parameter=", "</parameter>")
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
@@ -39,7 +39,8 @@ def judge(settings: SmokeSettings, record: Record[Any]) -> Verdict:
     """Decide on whichever of the three the cell observed."""
     observation = record.observation
     if isinstance(observation, PromptObservation):
-        return judge_prompts(observation, record.reference)
+        verdict = judge_prompts(observation, record.reference)
+        return _repeated(verdict, settings, observation)
     if isinstance(observation, ServedObservation):
         return judge_served(observation)
     if isinstance(observation, TimingObservation) and isinstance(settings.smoke, TimingCheck):
@@ -68,6 +69,24 @@ def judge_prompts(observation: PromptObservation, reference: Reference | None) -
         return verdict
     why = f"the floor is BF16's, and the engine has {facts.quantization}"
     return agreement.measured_only(verdict, why)
+
+
+def _repeated(verdict: Verdict, settings: SmokeSettings, observation: PromptObservation) -> Verdict:
+    """Also hold rounds that were asked several times to what they must be."""
+    check, workload, again = settings.smoke, settings.workload, observation.repetitions
+    if not isinstance(check, ParityCheck) or workload is None or verdict.verdict == "error":
+        return verdict
+    prefilled = {one.prompt: len(one.token_ids) for one in observation.prompts}
+    facts: list[ReachFact] = []
+    for number, round_ in enumerate(workload.rounds):
+        rows = [
+            (check.max_tokens or 0) + (prefilled[name] if round_.prompt_rows else 0)
+            for name in round_.prompts
+        ]
+        facts += sameness.reach(number, round_.times, sum(rows), again)
+    if missed(facts):
+        return not_reached(facts)
+    return sameness.judged(verdict.model_copy(update={"reach": facts}), again, workload.spread)
 
 
 def judge_served(observation: ServedObservation) -> Verdict:

@@ -66,6 +66,7 @@ def _build_engine(
     if not quantized and stored.model != fingerprint(folder):
         raise LogitsError(f"{file} holds the logits of another checkpoint than {folder}")
     from harness.engine import Engine, for_any_machine
+    from harness.kinds.smoke.child.again import asked_again
 
     engine = Engine(str(folder), for_any_machine(settings.engine.args))
 
@@ -73,9 +74,14 @@ def _build_engine(
         started = time.monotonic()
         ids = stored.prompts(job["prompts"])
         prompts = engine.prompt_logprobs(ids, _TOP)
-        run_s = time.monotonic() - started
+        asked = SmokeSettings.model_validate(job["settings"])
         return Gathered[PromptObservation](
-            observation=PromptObservation(settings=engine.facts, prompts=prompts, run_s=run_s),
+            observation=PromptObservation(
+                settings=engine.facts,
+                prompts=prompts,
+                repetitions=asked_again(engine, asked, ids, _TOP),
+                run_s=time.monotonic() - started,
+            ),
             corpus=Corpus(sha256=digest(ids), token_ids=ids),
             reference=Reference(
                 checkpoint_sha256=stored.model,

@@ -9,7 +9,6 @@ the time that the device takes to copy as many bytes as a step must move (step_b
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from random import Random
@@ -21,12 +20,11 @@ import torch
 from pydantic import BaseModel
 from tabulate import tabulate
 
-from harness.checkpoints.write import config_of
+from harness.checkpoints.drawn import DRAWN_ARGS, configuration_only, draw_weights
 from harness.engine import Engine, for_any_machine
 from harness.evidence.record import Gathered
-from harness.files import write_atomic
 from harness.kinds.speed.child.rounds import profile_decode, run_round
-from harness.kinds.speed.child.routing import chosen_experts, draw_weights
+from harness.kinds.speed.child.routing import chosen_experts
 from harness.kinds.speed.child.step_bytes import distinct_experts, step_bytes
 from harness.kinds.speed.observation import SpeedObservation
 from harness.kinds.speed.settings import Load, SpeedSettings
@@ -47,9 +45,8 @@ def build(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
     """
     settings = SpeedSettings.model_validate(config["settings"])
     checkpoint = settings.checkpoint
-    folder = _configuration_only(Path(config["cache"]), checkpoint.shape, checkpoint.dtype)
-    own = {"load_format": "dummy", "skip_tokenizer_init": True}
-    engine = Engine(str(folder), for_any_machine({**settings.engine.args, **own}))
+    folder = configuration_only(Path(config["cache"]), checkpoint.shape, checkpoint.dtype)
+    engine = Engine(str(folder), for_any_machine({**settings.engine.args, **DRAWN_ARGS}))
     startup_s = time.time() - psutil.Process().create_time()
     engine.apply(lambda model: draw_weights(model, checkpoint.seed))
     copy_bytes_s = copy_bandwidth(_device())
@@ -98,14 +95,6 @@ def _observe(engine: Engine, load: Load, startup_s: float, copy_bytes_s: float) 
         ),
         kernels=kernels,
     )
-
-
-def _configuration_only(cache: Path, shape: str, dtype: str) -> Path:
-    """Write a folder with a config.json and no weights."""
-    folder = cache / f"{shape}-{dtype}-configuration"
-    head = {"architectures": ["Metis16ForCausalLM"], "model_type": "metis16", "torch_dtype": dtype}
-    write_atomic(folder / "config.json", json.dumps(head | config_of(shape), indent=2) + "\n")
-    return folder
 
 
 def copy_bandwidth(device: str) -> float:

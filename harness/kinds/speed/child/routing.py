@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights drawn so that tokens spread over the experts, and how far they do.
+"""How far tokens spread over the experts.
 
 vLLM's dummy weights send every token to the same experts, and a batch then runs too fast.
 """
@@ -12,33 +12,8 @@ from typing import Any
 
 import torch
 
-from harness.checkpoints.quantize import FP8
 from vllm_metis.model.moe import route, select
 from vllm_metis.model.streams import read_normed, stream_mean
-
-
-@torch.no_grad()
-def draw_weights(model: Any, seed: int) -> None:
-    """Draw weights at the scale that keeps activations at one; what is FP8 stays as vLLM filled it.
-
-    On a CPU the linears stay too: vLLM has packed them.
-    """
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator(parameter.device).manual_seed(seed)
-        if parameter.dtype == FP8 or ".routed_experts." in name or name.endswith("_scale"):
-            continue
-        if name.endswith(".A"):
-            parameter.fill_(-1.0)
-        elif name.endswith("norm.weight"):
-            parameter.fill_(1.0)
-        elif parameter.dim() < 2 or name.endswith("mix_logits"):
-            parameter.zero_()
-        else:
-            # A token's own embedding must stand out from what all tokens share.
-            scale = 0.1 if name.endswith("stream_embeddings") else 1.0
-            parameter.normal_(0.0, scale * parameter.shape[-1] ** -0.5, generator=generator)
-        seed += 1
-    model.process_weights_after_loading()
 
 
 @torch.inference_mode()
