@@ -15,7 +15,7 @@ import pytest
 
 from harness.evidence.record import Record
 from harness.matrices.expand import load_matrix
-from harness.matrices.select import select
+from harness.matrices.select import groups, select
 from harness.records import store as records
 from harness.records.explain import describe
 from harness.run.cells import CellRunner
@@ -65,9 +65,10 @@ def run_faulty(tmp_path_factory) -> Iterator[Callable[..., tuple[dict, dict]]]:
         runner.open(cells, "now", "matrices/cpu_parity.yaml")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SEEDED_FAULT", fault)
-            for cell in select(matrix, cells, []):
-                runner.run(cell)
-                runner.finish_group(cell.group)
+            for group, members in groups(select(matrix, cells, [])).items():
+                for cell in members:
+                    runner.run(cell)
+                runner.finish_group(group)
         header = records.load_header(folder)
         found = {cell: records.load(records.record_path(folder, cell)) for cell in cells}
         return found, {cell: describe(one, header, folder) for cell, one in found.items()}
