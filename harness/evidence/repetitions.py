@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from harness.evidence.base import Evidence
 
 
@@ -58,3 +62,8 @@ class Repetitions(Evidence):
     others: list[OtherRows]
     same_steps: int
     same_hits: int
+
+
+RepetitionsOfRounds = Annotated[list[Repetitions], Field(exclude_if=lambda found: not found)]
+"""Of the rounds that were asked several times; left out of a record where there are none, as before
+December 2026."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from harness.evidence.base import Evidence, Observation
 from harness.evidence.engine import EngineFacts
-from harness.evidence.repetitions import Repetitions
+from harness.evidence.repetitions import RepetitionsOfRounds
 
 
 class RequestObservation(Evidence):
@@ -50,4 +50,4 @@ class EngineObservation(Observation):
     requests: list[RequestObservation]
     steps: list[Step]
     run_s: float
-    repetitions: list[Repetitions] = []  # of rounds with several times; the rest is of their first
+    repetitions: RepetitionsOfRounds = []  # of rounds with several times; the rest is of their first

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from harness.evidence.base import Evidence, Observation
 from harness.evidence.engine import EngineFacts, PromptLogprobs
-from harness.evidence.repetitions import Repetitions
+from harness.evidence.repetitions import RepetitionsOfRounds
 
 
 class PromptObservation(Observation):
@@ -17,7 +17,7 @@ class PromptObservation(Observation):
     settings: EngineFacts
     prompts: list[PromptLogprobs]
     run_s: float
-    repetitions: list[Repetitions] = []
+    repetitions: RepetitionsOfRounds = []
 
 
 class FunctionCall(Evidence):
