@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm import EngineArgs, SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from harness import generated_code
 from harness.evidence.engine import EngineFacts, PromptLogprobs
 
 _CPU_ARGS: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**29}
@@ -82,6 +84,9 @@ class Engine:
         for worker in self.core.collective_rpc(_layer_facts):
             for name, values in worker.items():
                 layers[name].update(values)
+        generated: dict[str, list[str]] = {}
+        for worker in self.core.collective_rpc(_generated_kernels):
+            generated |= worker
         return EngineFacts(
             dtype=_name(model.dtype),
             quantization=model.quantization,
@@ -105,6 +110,10 @@ class Engine:
             enable_expert_parallel=parallel.enable_expert_parallel,
             attention_backends=sorted(layers.pop("backend")),
             cache_tensor_dtypes={name: sorted(values) for name, values in layers.items()},
+            generated_kernels=len(generated),
+            reloading_kernels=[
+                f"{name}: {', '.join(buffers)}" for name, buffers in generated.items() if buffers
+            ],
             device=current_platform.get_device_name(),
         )
 
@@ -219,6 +228,19 @@ def _layer_facts(worker: Any) -> dict[str, list[str]]:
             found["attention"].add(_name(cache.dtype))
             found["backend"].add(layer.get_attn_backend().get_name())
     return {name: sorted(values) for name, values in found.items()}
+
+
+def _generated_kernels(worker: Any) -> dict[str, list[str]]:
+    """On a worker: the kernels that torch.compile generated, and the buffers that each reloads."""
+    from torch._inductor.codecache import PyCodeCache
+
+    found: dict[str, list[str]] = {}
+    for module in PyCodeCache.modules:  # written anew where a compiled graph came from a cache
+        path = Path(module.__file__ or "")
+        if path.is_file():
+            for name, body in generated_code.kernels(path.read_text()):
+                found[f"{name} in {path.name}"] = generated_code.reloaded(body)
+    return found
 
 
 def _name(value: Any) -> str:

@@ -40,6 +40,9 @@ class EngineFacts(Evidence):
     attention_backends: list[str] = []
     # "attention", "conv", "ssm" to the dtypes of the tensors that were allocated.
     cache_tensor_dtypes: dict[str, list[str]] = {}
+    # By torch.compile in the workers, and those of them that load a buffer after storing to it.
+    generated_kernels: int | None = None
+    reloading_kernels: list[str] = []
     device: str
 
     @model_serializer(mode="wrap")

@@ -25,6 +25,7 @@ ORDER = (
     "prompts",
     "reference",
     "checkpoints",
+    "generated_code",
     "repetition",
     "engine",
     "scoring",
@@ -145,7 +146,8 @@ def test_importing_all_other_modules_imports_nothing_heavy():
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_what_a_child_stands_on_invalidates_its_records(kind):
-    rooms = {"engine", "repetition", "serving", "scoring", "checkpoints", "reference", "prompts"}
+    rooms = {"engine", "generated_code", "repetition", "serving", "scoring", "checkpoints"}
+    rooms |= {"reference", "prompts"}
     paths = dict(modules())
     waiting = [name for name in paths if name.startswith(f"kinds.{kind.name}.child")]
     reached: set[str] = set()

@@ -241,3 +241,14 @@ def run(*arguments) -> int:
     parser = argparse.ArgumentParser()
     judging.add_arguments(parser)
     return judging.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def test_a_generated_kernel_that_loads_what_it_stored_fails_a_right_cell():
+    facts = {"generated_kernels": 2, "reloading_kernels": ["triton_red_1 in x.py: out_ptr0"]}
+    observation = evidence.observation(facts=evidence.engine_facts({}, **facts))
+    found = judge(evidence.record(observation=observation))
+    assert found.verdict == "fail"
+    assert found.reasons == [
+        "generated kernel triton_red_1 in x.py: out_ptr0 is loaded after a store to it"
+    ]
+    assert finding(found, "reloads").observed == 1

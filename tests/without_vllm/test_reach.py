@@ -147,3 +147,10 @@ def test_graphs_are_what_the_steps_replayed(claim, modes, reached):
     steps = [prefill_step(20), *(step(cudagraph_runtime_mode=mode) for mode in modes)]
     facts = missed(evidence.observation(steps=steps), reach=claims(cudagraphs=claim))
     assert ("CUDA graphs replayed" not in facts) == reached
+
+
+def test_a_compiled_engine_whose_kernels_could_not_be_read_is_not_reached():
+    facts = evidence.engine_facts({}, generated_kernels=0)
+    graph = step(cudagraph_runtime_mode="FULL")
+    observation = evidence.observation(facts=facts, steps=[prefill_step(3), graph])
+    assert "generated kernels read" in missed(observation, reach=claims(cudagraphs="FULL"))

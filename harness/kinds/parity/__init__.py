@@ -29,6 +29,7 @@ class Parity(Kind[ParitySettings, EngineObservation]):
         "greedy_mismatches": Metric("tokens", "lower"),
         **metrics_of("decode"),
         **sameness.METRICS,
+        "reloads": Metric("kernels", "lower"),
         "near_ties": Metric("tokens", "lower", 2.0, 4.0),
         "sqnr_db": Metric("dB", "higher", 1.0, 6.0),
         "cached_tokens": Metric("tokens", "none"),
@@ -36,7 +37,15 @@ class Parity(Kind[ParitySettings, EngineObservation]):
         "tpot_ms": TPOT_MS,
     }
     headlines = ("decode_logprob_error_max", "rows_of_other_bits")
-    made_by = ("engine.py", "repetition.py", "checkpoints", "prompts", "reference", "scoring")
+    made_by = (
+        "engine.py",
+        "generated_code.py",
+        "repetition.py",
+        "checkpoints",
+        "prompts",
+        "reference",
+        "scoring",
+    )
 
     def child_config(
         self, settings: ParitySettings, written: Written, group: str, workshop: Workshop

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from harness.evidence.engine import EngineFacts
 from harness.evidence.record import Record
 from harness.evidence.scores import Reference
 from harness.evidence.verdict import ReachFact, Verdict
@@ -21,15 +22,31 @@ def judge(settings: ParitySettings, record: Record[EngineObservation]) -> Verdic
     facts = reach.check(settings, observation)
     if findings.missed(facts):
         return findings.not_reached(facts)
-    again, spread = observation.repetitions, settings.workload.spread
     if settings.against == "itself":
-        return sameness.judged(_numbers_only(observation, facts), again, spread)
-    if record.reference is None:
+        verdict = _numbers_only(observation, facts)
+    elif record.reference is None:
         return findings.error("the record holds no reference", facts)
-    verdict = _judge(settings.precision, observation, record.reference, facts)
-    if (why := settings.measure_only) is not None:
-        verdict = agreement.measured_only(verdict, why)
-    return sameness.judged(verdict, again, spread)
+    else:
+        verdict = _judge(settings.precision, observation, record.reference, facts)
+        if (why := settings.measure_only) is not None:
+            verdict = agreement.measured_only(verdict, why)
+    verdict = sameness.judged(verdict, observation.repetitions, settings.workload.spread)
+    return _without_reloads(verdict, observation.facts)
+
+
+def _without_reloads(verdict: Verdict, facts: EngineFacts) -> Verdict:
+    """Return the verdict, a fail where torch.compile generated what may race (generated_code.py)."""
+    if not facts.generated_kernels:
+        return verdict
+    found = facts.reloading_kernels
+    reasons = [f"generated kernel {one} is loaded after a store to it" for one in found]
+    return verdict.model_copy(
+        update={
+            "verdict": "fail" if found else verdict.verdict,
+            "reasons": verdict.reasons + reasons,
+            "findings": [*verdict.findings, findings.none_expected("reloads", len(found))],
+        }
+    )
 
 
 def _numbers_only(observation: EngineObservation, facts: list[ReachFact]) -> Verdict:

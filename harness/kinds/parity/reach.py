@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from harness.evidence.engine import EngineFacts
 from harness.evidence.verdict import ReachFact
 from harness.judging import sameness
-from harness.judging.findings import fact
+from harness.judging.findings import at_least, fact
 from harness.judging.tolerance import precision
 from harness.kinds.parity.observation import EngineObservation, RequestObservation, Step
 from harness.kinds.parity.settings import ParitySettings
@@ -66,6 +66,8 @@ def _configuration(settings: ParitySettings, facts: EngineFacts) -> Iterator[Rea
     for key in _RESOLVED:
         if key in args:
             yield fact(key, args[key], getattr(facts, key))
+    if reach.cudagraphs != "NONE" and facts.generated_kernels is not None:
+        yield at_least("generated kernels read", 1, facts.generated_kernels)
 
 
 def _outputs(settings: ParitySettings, requests: list[RequestObservation]) -> Iterator[ReachFact]:

@@ -39,7 +39,15 @@ class Smoke(Kind[SmokeSettings, Observation]):
         "decode_tok_s": DECODE_TOK_S,
     }
     headlines = ("prompt_logprob_error_max", "answer_faults", "decode_tok_s")
-    made_by = ("engine.py", "repetition.py", "checkpoints", "prompts", "scoring", "serving")
+    made_by = (
+        "engine.py",
+        "generated_code.py",
+        "repetition.py",
+        "checkpoints",
+        "prompts",
+        "scoring",
+        "serving",
+    )
     needs_model = True
 
     def child_config(

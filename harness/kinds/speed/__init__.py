@@ -39,7 +39,7 @@ class Speed(Kind[SpeedSettings, SpeedObservation]):
         "copy_tb_s": Metric("TB/s", "none"),
     }
     headlines = ("decode_tok_s", "prefill_tok_s")
-    made_by = ("engine.py", "checkpoints", "prompts", "reference")
+    made_by = ("engine.py", "generated_code.py", "checkpoints", "prompts", "reference")
 
     def child_config(
         self, settings: SpeedSettings, written: Written, group: str, workshop: Workshop
