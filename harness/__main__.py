@@ -25,6 +25,7 @@ COMMANDS = {
     "list": ("harness.matrices.list_cells", "print the cells of a matrix and their engines"),
     "schema": ("harness.matrices.schema", "write the JSON schema of matrices, for editors"),
     "judge": ("harness.records.judge", "decide again on a saved run, without an engine"),
+    "score": ("harness.run.score", "compute the references of a saved run anew, without an engine"),
     "compare": ("harness.records.compare", "say which cells of two runs differ, and how"),
     "report": ("harness.report.page", "write Markdown and HTML of a saved run"),
     "baseline": ("harness.records.baseline", "renew the stored baseline of a matrix, on purpose"),

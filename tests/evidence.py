@@ -204,15 +204,31 @@ def observation(**changes: Any) -> EngineObservation:
     return EngineObservation(**(fields | changes))
 
 
+FP32_FLOOR_NATS = 2.5e-5
+"""What an FP32 reference that sums in another order is off in `pair`, at every position."""
+
+
 def pair(
     reference_scores: Scores | None = None, port: Scores | None = None, inside: float = 0.0
 ) -> RequestScores:
-    """The reference's scores of a request; a port errs by `inside` within the prompt."""
-    floor = None
-    if port is not None:
-        errors = dict.fromkeys(metrics.FLOORED, inside)
-        floor = PromptFloor(positions=1, maximum=errors, mean=errors)
-    return RequestScores(reference=reference_scores or scores(), port=port, prompt_floor=floor)
+    """The reference's scores of a request; a port errs by `inside` within the prompt.
+
+    The port is both references that differ in rounding only; without one, they are FP32's.
+    """
+    exact = reference_scores or scores()
+    errors = dict.fromkeys(metrics.FLOORED, inside)
+    roundings = {
+        name: [[FP32_FLOOR_NATS] * len(exact.logprobs)] * 2
+        if port is None
+        else [function(getattr(exact, field), getattr(port, field)).tolist()] * 2
+        for name, (function, field) in metrics.FLOORED.items()
+    }
+    return RequestScores(
+        reference=exact,
+        port=port,
+        prompt_floor=PromptFloor(positions=1, maximum=errors, mean=errors),
+        roundings=roundings,
+    )
 
 
 def reference(*requests: RequestScores) -> Reference:

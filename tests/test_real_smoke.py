@@ -241,7 +241,7 @@ def test_stored_logits_score_a_prompts_own_tokens(stored):
 
 def test_a_file_that_holds_no_logits_or_other_prompts_is_refused(stored, tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(LogitsError, match="expected metis-logits-1; write it with"):
+    with pytest.raises(LogitsError, match="expected metis-logits-2; write it with"):
         StoredLogits(tmp_path / "other.safetensors")
     with pytest.raises(LogitsError, match="no logits of prompt absent, but of n300, prime, sum"):
         StoredLogits(stored).prompts(["sum", "absent"])

@@ -34,23 +34,32 @@ class Scores(Evidence):
 
 
 class PromptFloor(Evidence):
-    """Error of the port in the served precision against FP32 at the positions inside a prompt.
+    """Errors against FP32 inside a prompt, of the references that differ in rounding only.
 
-    They cost nothing (the same forward pass gives them) and are many: the worst of a hundred
+    They cost nothing (the same forward passes give them) and are many: the worst of a hundred
     generated positions says little of the worst that a precision does.
     """
 
     positions: int
-    maximum: dict[str, float]  # by metric; of the port's own best tokens
+    maximum: dict[str, float]  # by metric, of the worst reference; at each one's own best tokens
     mean: dict[str, float]
 
 
 class RequestScores(Evidence):
-    """The FP32 reference, and the port in the served precision (None where that is FP32)."""
+    """What the references say of a request; `N` is the number of those that differ in rounding only.
+
+    Attributes:
+        port: in the served precision, without jitter; None where that is FP32.
+        roundings: by metric, what each reference that differs in rounding only is off the FP32
+            reference at each of the candidate's tokens, (N, T); the port is the first of them. None in
+            records from before December 2026, which had the port alone: their scores are to be made
+            again.
+    """
 
     reference: Scores
     port: Scores | None
     prompt_floor: PromptFloor | None
+    roundings: dict[str, list[list[float]]] | None = None
 
 
 class Reference(Evidence):

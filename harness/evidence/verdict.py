@@ -46,14 +46,16 @@ class NearTie(Evidence):
 
 
 class WorstPosition(Evidence):
-    """A position of largest logprob error."""
+    """A position of largest logprob error, beyond its budget where one is."""
 
     request: str
     position: int
     token_id: int
     reference: float
     candidate: float
-    port: float | None
+    floor: float | None = None
+    budget: float | None = None
+    port: float | None = None  # of records from before December 2026
 
 
 class Verdict(Evidence):

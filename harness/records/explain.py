@@ -93,7 +93,11 @@ def describe(record: Record[Any], header: Run, run: Path) -> str:
             lines += [
                 f"    {place.request}[{place.position}] token {place.token_id}: reference "
                 f"{place.reference:.6f}, candidate {place.candidate:.6f}"
-                + ("" if place.port is None else f", port {place.port:.6f}")
+                + (
+                    ""
+                    if place.budget is None
+                    else f", floor {number(place.floor)}, budget {number(place.budget)}"
+                )
                 for place in verdict.worst
             ]
         lines += [

@@ -4,8 +4,9 @@
 Run as `python -m harness.scoring.child CONFIG` by harness/scoring/client.py, so that neither torch
 nor a model lives in the process of pytest. Scoring is teacher-forced: one forward pass of the port
 over the prompt and the candidate's tokens gives, for each generated position, the distribution after
-the same prefix, and what the served precision errs by inside the prompt. Passes are kept on disk by
-the content that determines them, because most cells of a matrix generate the same tokens.
+the same prefix. References that differ in rounding only (harness/scoring/rounding.py) say what the
+served precision errs by there, and inside the prompt. Passes are kept on disk by the content that
+determines them, because most cells of a matrix generate the same tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ from harness.files import digest
 from harness.judging.tolerance import precision
 from harness.process import child_loop
 from harness.reference.modeling_metis16 import Metis16ForCausalLM, load_reference
+from harness.scoring import rounding
 from harness.scoring.replies import Checkpoint, Rendering, Scored
-from harness.scoring.scores import prompt_floor, score
+from harness.scoring.scores import prompt_floor, roundings, score
+
+_SEED = 1
+_PASSES = [_SEED, rounding.JITTERED, rounding.ORDERS]  # what else decides what is on the disk
+_TOKENS_AT_ONCE = 4096  # of rows of one pass: a scan holds (heads, 256, 256) values a row
 
 
 class Scorer:
@@ -78,7 +84,7 @@ class Scorer:
     def _score(self, job: dict[str, Any], sequence: dict[str, Any]) -> RequestScores:
         """Return the scores of one sequence, from the disk where the same passes were made before."""
         prompt, tokens = sequence["prompt_token_ids"], sequence["token_ids"]
-        key = digest([job["sha256"], job["precision"], prompt, tokens])
+        key = digest([job["sha256"], job["precision"], prompt, tokens, _PASSES])
         file = self._cache / "passes" / f"{key}.safetensors"
         if not file.exists():
             passes, floor = _passes(job["folder"], job["precision"], prompt, tokens)
@@ -87,15 +93,15 @@ class Scorer:
             save_file(passes, part, metadata={"floor": floor})
             part.replace(file)
         stored: Any = safe_open(file, framework="pt")
-        scores = {
-            name: score(stored.get_tensor(name), tokens, sequence["top_token_ids"])
-            for name in stored.keys()  # noqa: SIM118 - not a mapping
-        }
-        floor = stored.metadata()["floor"]
+        reference, *others = (
+            score(stored.get_tensor(name), tokens, sequence["top_token_ids"])
+            for name in ("reference", *map(str, range(len(stored.keys()) - 1)))
+        )
         return RequestScores(
-            reference=scores["reference"],
-            port=scores.get("port"),
-            prompt_floor=PromptFloor.model_validate_json(floor) if floor else None,
+            reference=reference,
+            port=others[0] if precision(job["precision"]).has_ties else None,
+            prompt_floor=PromptFloor.model_validate_json(stored.metadata()["floor"]),
+            roundings=roundings(reference, others),
         )
 
 
@@ -105,26 +111,59 @@ def _passes(
     """Return logits before each generated token, (T, V), FP32, and the prompt's floor.
 
     Returns:
-        `reference` and, where the precision has a floor, `port`; the floor as JSON, or "".
+        `reference`, and by their number those that differ in rounding only; the floor as JSON.
     """
     inside = len(prompt) - 1  # positions whose next token belongs to the prompt
-    reference = _logits(folder, "fp32", prompt + tokens[:-1])
-    passes = {"reference": reference[inside:].contiguous()}
-    if not precision(precision_name).has_floor:
-        return passes, ""
-    port = _logits(folder, precision_name, prompt + tokens[:-1])
-    floor = prompt_floor(reference[:inside], port[:inside])
-    return passes | {"port": port[inside:].contiguous()}, floor.model_dump_json()
+    token_ids = torch.tensor(prompt + tokens[:-1])
+    reference = _logits(_port(folder, "fp32"), token_ids[None])[0]
+    others = _others(folder, precision_name, token_ids)
+    floor = prompt_floor(reference[:inside], [other[:inside] for other in others])
+    passes = {"reference": reference, **{str(n): other for n, other in enumerate(others)}}
+    passes = {name: logits[inside:].contiguous() for name, logits in passes.items()}
+    return passes, floor.model_dump_json()
+
+
+def _others(folder: str, precision_name: str, token_ids: Tensor) -> list[Tensor]:
+    """Return logits (T, V) of the references that differ in rounding only, the plain port first."""
+    if not precision(precision_name).has_ties:
+        return [
+            _logits(_reordered(folder, *order), token_ids[None])[0] for order in rounding.ORDERS
+        ]
+    port = _logits(_port(folder, precision_name), token_ids[None])
+    model, draw = _jittered(folder, precision_name)
+    draw.manual_seed(_SEED)
+    rows = max(1, min(rounding.JITTERED, _TOKENS_AT_ONCE // len(token_ids)))
+    batches = torch.zeros(rounding.JITTERED).split(rows)
+    jittered = [_logits(model, token_ids.expand(len(batch), -1)) for batch in batches]
+    return list(torch.cat([port, *jittered]))
 
 
 @torch.inference_mode()
-def _logits(folder: str, precision_name: str, token_ids: list[int]) -> Tensor:
-    logits: Tensor = _port(folder, precision_name)(torch.tensor([token_ids])).logits[0]
+def _logits(model: Metis16ForCausalLM, token_ids: Tensor) -> Tensor:
+    """Return logits (B, T, V), FP32, of sequences (B, T)."""
+    logits: Tensor = model(token_ids).logits
     return logits.float()
 
 
 @functools.lru_cache(maxsize=4)
 def _port(folder: str, precision_name: str) -> Metis16ForCausalLM:
+    return _load(folder, precision_name)
+
+
+@functools.lru_cache(maxsize=4)
+def _reordered(folder: str, parts: int, chunk: int) -> Metis16ForCausalLM:
+    model = _load(folder, "fp32")
+    rounding.reorder(model, parts, chunk)
+    return model
+
+
+@functools.lru_cache(maxsize=2)
+def _jittered(folder: str, precision_name: str) -> tuple[Metis16ForCausalLM, torch.Generator]:
+    model = _load(folder, precision_name)
+    return model, rounding.jitter(model)
+
+
+def _load(folder: str, precision_name: str) -> Metis16ForCausalLM:
     wanted = precision(precision_name)
     model = load_reference(folder, dtype=getattr(torch, wanted.dtype))
     model.simulate_fp8(wanted.simulate_fp8)

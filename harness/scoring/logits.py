@@ -3,7 +3,8 @@
 
 It holds the prompts of a matrix as token ids and the logits after each token in FP32, so that an
 engine elsewhere can be held against them, and those of the same code in BF16, in which the model is
-served: their distance is the noise floor that budgets are made of.
+served, plain and with jitter (harness/scoring/rounding.py): their distances are the noise floors that
+budgets are made of.
 
 The arithmetic of the reference is FP32 always. Where memory does not allow its weights in FP32 they
 rest in BF16, in which they are stored, and each module widens its own while it runs.
@@ -28,9 +29,10 @@ from transformers import AutoModelForCausalLM
 from harness.checkpoints.folder import fingerprint
 from harness.evidence.engine import PromptLogprobs
 from harness.evidence.scores import RequestScores, Scores
-from harness.scoring.scores import prompt_floor, score
+from harness.scoring import rounding
+from harness.scoring.scores import prompt_floor, roundings, score
 
-FORMAT = "metis-logits-1"
+FORMAT = "metis-logits-2"  # 1 had no references with jitter
 
 _HEADROOM = 1.2  # of the weights' size: activations and a copy of the largest tensor while loading
 
@@ -75,7 +77,13 @@ def write_logits(folder: Path, out: Path, prompts: Mapping[str, list[int]]) -> N
     widen_while_running(model)
     tensors |= _logits(model, prompts, "logits", f"FP32, weights at rest in {weights}")
     del model  # before the next one is loaded
-    tensors |= _logits(_load(folder, torch.bfloat16), prompts, "bf16_logits", "BF16")
+    served = _load(folder, torch.bfloat16)
+    tensors |= _logits(served, prompts, "bf16_logits.0", "BF16")
+    draw = rounding.jitter(served)
+    for number in range(1, rounding.JITTERED + 1):
+        draw.manual_seed(number)
+        what = f"BF16 with jitter, {number} of {rounding.JITTERED}"
+        tensors |= _logits(served, prompts, f"bf16_logits.{number}", what)
     metadata = {
         "format": FORMAT,
         "model": fingerprint(folder),
@@ -109,10 +117,14 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 def _logits(
     model: Any, prompts: Mapping[str, list[int]], kind: str, precision: str
 ) -> dict[str, Tensor]:
-    """Return `<prompt>.<kind>`, (n, V), float32: row i is the distribution after token i."""
+    """Return `<prompt>.<kind>`, (n, V): row i is the distribution after token i.
+
+    Logits that a BF16 head gave are kept in BF16, which holds them as they are.
+    """
     progress = tqdm(prompts.items(), desc=f"logits in {precision}", disable=None)
+    dtype = torch.float32 if kind == "logits" else torch.bfloat16
     return {
-        f"{name}.{kind}": model(torch.tensor([ids])).logits[0].float().contiguous()
+        f"{name}.{kind}": model(torch.tensor([ids])).logits[0].to(dtype).contiguous()
         for name, ids in progress
     }
 
@@ -160,12 +172,18 @@ class StoredLogits:
     def scores(self, observed: PromptLogprobs) -> RequestScores:
         """Return the reference's scores of a prompt's own tokens, after its first."""
         nothing = torch.empty(0, 1)  # every position is scored: none is left for a floor of its own
+        reference = self._scores(observed, "logits")
+        others = [
+            self._scores(observed, f"bf16_logits.{number}")
+            for number in range(rounding.JITTERED + 1)
+        ]
         return RequestScores(
-            reference=self._scores(observed, "logits"),
-            port=self._scores(observed, "bf16_logits"),
-            prompt_floor=prompt_floor(nothing, nothing),
+            reference=reference,
+            port=others[0],
+            prompt_floor=prompt_floor(nothing, [nothing]),
+            roundings=roundings(reference, others),
         )
 
     def _scores(self, observed: PromptLogprobs, kind: str) -> Scores:
         logits = self._file.get_tensor(f"{observed.prompt}.{kind}")[:-1]  # (T, V)
-        return score(logits, observed.token_ids, observed.top_token_ids)
+        return score(logits.float(), observed.token_ids, observed.top_token_ids)

@@ -35,29 +35,50 @@ def score(
     )
 
 
-def prompt_floor(reference: Tensor, port: Tensor) -> PromptFloor:
-    """Return what the port errs by inside a prompt, on its own best tokens, as if it generated there.
+def roundings(reference: Scores, others: Sequence[Scores]) -> dict[str, list[list[float]]]:
+    """Return what other references are off at a candidate's tokens, (N, T) by metric."""
+    return {
+        name: [
+            [_short(error) for error in function(getattr(reference, field), getattr(one, field))]
+            for one in others
+        ]
+        for name, (function, field) in metrics.FLOORED.items()
+    }
+
+
+def prompt_floor(reference: Tensor, others: Sequence[Tensor]) -> PromptFloor:
+    """Return what others err by inside a prompt, on their own best tokens, as if they generated there.
 
     Args:
-        reference, port: logits (T, V) of the same positions; T may be 0.
+        reference: logits (T, V); T may be 0.
+        others: logits of the same positions, at least one.
     """
     if not len(reference):
         nothing = dict.fromkeys(metrics.FLOORED, 0.0)
         return PromptFloor(positions=0, maximum=nothing, mean=nothing)
-    exact, rounded = (torch.log_softmax(logits.double(), -1) for logits in (reference, port))
+    found = [_errors(reference, other) for other in others]
+    return PromptFloor(
+        positions=len(reference),
+        maximum={name: max(float(e[name].max()) for e in found) for name in metrics.FLOORED},
+        mean={name: max(float(e[name].mean()) for e in found) for name in metrics.FLOORED},
+    )
+
+
+def _errors(reference: Tensor, other: Tensor) -> dict[str, metrics.Array]:
+    exact, rounded = (torch.log_softmax(logits.double(), -1) for logits in (reference, other))
     best = rounded.topk(min(_TOP, rounded.shape[-1])).indices
     exact, rounded = (_at(logprobs, best).numpy() for logprobs in (exact, rounded))
-    errors = {
+    return {
         name: function(exact[:, 0], rounded[:, 0])
         if field == "logprobs"
         else function(exact, rounded)
         for name, (function, field) in metrics.FLOORED.items()
     }
-    return PromptFloor(
-        positions=len(exact),
-        maximum={name: float(values.max()) for name, values in errors.items()},
-        mean={name: float(values.mean()) for name, values in errors.items()},
-    )
+
+
+def _short(error: float) -> float:
+    """Four digits of an error: it is compared with a multiple of another one."""
+    return float(f"{error:.4g}")
 
 
 def _at(logprobs: Tensor, token_ids: Tensor) -> Tensor:

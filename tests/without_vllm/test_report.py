@@ -110,7 +110,10 @@ def test_markdown_is_a_table_with_failures_folded(header, found):
     assert text.startswith("### demo: 1 pass, 1 fail, 2 error")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len({line.count("|") for line in rows}) == 1
-    assert "| fp32-alone | pass | decode_logprob_error_max | 0 | 0.0001 | - | 0.0001 | 0 |" in rows
+    assert (
+        "| fp32-alone | pass | decode_logprob_error_max | 0 | 0.0001 | 2.5e-05 | 0.0001 | 0 |"
+        in rows
+    )
     assert "<details><summary>bf16-wrong</summary>" in text
     assert "run it alone: pytest matrices/demo.yaml --cell bf16-wrong" in text
     assert "<details><summary>fp32-alone" not in text

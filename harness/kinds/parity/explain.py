@@ -7,7 +7,6 @@ the second on, and a fault of one feature of the engine shows only in requests t
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from harness.evidence.record import Record
 from harness.evidence.verdict import Verdict
-from harness.judging import metrics, sameness
+from harness.judging import agreement, metrics, sameness, tolerance
 from harness.judging.numbers import number
 from harness.kinds.kind import Table, settings_table
 from harness.kinds.parity.observation import EngineObservation, RequestObservation
@@ -119,24 +118,23 @@ def tables(record: Record[EngineObservation]) -> list[Table]:
 def _deviations(
     record: Record[EngineObservation], observation: EngineObservation, verdict: Verdict
 ) -> dict[str, dict[int, float]]:
-    """Logprob error by position of each request with a position past the budget of the worst one.
+    """Logprob error by position, of each request with a position past its own budget.
 
     A token that is not the reference's own counts too, unless it passed as a near tie.
     """
-    budgets = {finding.metric: finding.budget for finding in verdict.findings}
-    limit = budgets.get("decode_logprob_error_max")
-    if limit is None or record.reference is None:
+    settings = ParitySettings.recorded(record.settings)
+    if not verdict.findings or record.reference is None:
         return {}
+    pairs = list(zip(observation.requests, record.reference.requests, strict=True))
+    past = agreement.past_positions(tolerance.precision(settings.precision), pairs)
     ties = {(tie.request, tie.position) for tie in verdict.near_ties}
     found: dict[str, dict[int, float]] = {}
-    for request, scores in zip(observation.requests, record.reference.requests, strict=True):
+    for request, scores in pairs:
         for position, token in enumerate(request.token_ids):
-            error = abs(request.logprobs[position] - scores.reference.logprobs[position])
-            other = token != scores.reference.argmax[position]
-            # Not `error > limit`: NaN must count.
-            if not error <= limit or (other and (request.id, position) not in ties):
-                error = math.inf if math.isnan(error) else error
-                found.setdefault(request.id, {})[position] = error
+            place = (request.id, position)
+            if place in past or (token != scores.reference.argmax[position] and place not in ties):
+                error = abs(request.logprobs[position] - scores.reference.logprobs[position])
+                found.setdefault(request.id, {})[position] = past.get(place, error)
     return found
 
 

@@ -70,12 +70,14 @@ def _judge(
         return findings.error(reason, facts)
     precision = tolerance.precision(precision_name)
     pairs = list(zip(observation.requests, reference.requests, strict=True))
-    limit = agreement.near_tie_limit(precision, pairs)
-    near_ties, mismatches = agreement.greedy(pairs, limit)
-    found = [
-        findings.none_expected("greedy_mismatches", len(mismatches)),
-        *agreement.findings(precision, pairs, "decode"),
-    ]
+    try:
+        near_ties, mismatches = agreement.greedy(precision, pairs)
+        found = [
+            findings.none_expected("greedy_mismatches", len(mismatches)),
+            *agreement.findings(precision, pairs, "decode"),
+        ]
+    except agreement.Unscored as fault:
+        return findings.error(str(fault), facts)
     reasons = agreement.past_budget(found) + agreement.mismatch_reasons(mismatches)
     return Verdict(
         verdict="fail" if reasons else "pass",
@@ -83,5 +85,5 @@ def _judge(
         findings=found,
         reach=facts,
         near_ties=near_ties,
-        worst=agreement.worst(pairs),
+        worst=agreement.worst(precision, pairs),
     )

@@ -57,13 +57,16 @@ def judge_prompts(observation: PromptObservation, reference: Reference | None) -
         return error(f"no precision is known for an engine in {facts.dtype}")
     precision = tolerance.precision(_PRECISIONS[facts.dtype])
     pairs = list(zip(observation.prompts, reference.requests, strict=True))
-    found = list(agreement.findings(precision, pairs, "prompt"))
+    try:
+        found = list(agreement.findings(precision, pairs, "prompt"))
+    except agreement.Unscored as fault:
+        return error(str(fault))
     reasons = agreement.past_budget(found)
     verdict = Verdict(
         verdict="fail" if reasons else "pass",
         reasons=reasons,
         findings=found,
-        worst=agreement.worst(pairs),
+        worst=agreement.worst(precision, pairs),
     )
     if facts.quantization is None:
         return verdict
