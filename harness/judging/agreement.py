@@ -229,7 +229,8 @@ def _roundings(scores: RequestScores) -> dict[str, list[list[float]]]:
     if scores.roundings is None or scores.prompt_floor is None:
         raise Unscored(
             "the record has no references that differ in rounding only, being of before December "
-            "2026: score the run again with `python -m harness score RUN OUT`"
+            "2026: run the cell again, or, of a parity cell, score the run again with "
+            "`python -m harness score RUN OUT`"
         )
     return scores.roundings
 

@@ -6,7 +6,8 @@
     fail         a metric is past its budget, or the reference clearly prefers another token
     pass         all else
 
-`python -m harness judge RUN` decides every record of a run again and writes the verdicts back.
+`python -m harness judge RUN` decides every record of a run again and writes the verdicts back. A run
+fails too where cells disagree among themselves (harness/records/agree.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from harness.evidence.record import Failure, Record
 from harness.evidence.verdict import Verdict
 from harness.judging.findings import error
 from harness.kinds import KINDS
-from harness.records import store
+from harness.records import agree, store
 from harness.records.explain import describe, table
 
 
@@ -92,8 +93,11 @@ def run(args: argparse.Namespace) -> int:
     for record in judged:
         if record.verdict is not None and record.verdict.verdict != "pass":
             print(f"\n{describe(record, header, args.run)}")
+    odd = [] if args.cell else agree.sentences(judged)
+    for sentence in odd:
+        print(f"\nfail: {sentence}")
     faults = [] if args.cell else faults
     for sentence in faults:
         print(f"error: {sentence}", file=sys.stderr)
     verdicts = [record.verdict.verdict for record in judged if record.verdict is not None]
-    return exit_codes.of_verdicts([*verdicts, *("error" for _ in faults)])
+    return exit_codes.of_verdicts([*verdicts, *("fail" for _ in odd), *("error" for _ in faults)])

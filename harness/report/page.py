@@ -24,7 +24,7 @@ from harness.evidence.record import Record, Run
 from harness.evidence.verdict import Finding
 from harness.files import write_atomic
 from harness.judging.numbers import number
-from harness.records import compare
+from harness.records import agree, compare
 from harness.records.baseline import FOLDER, baseline_path
 from harness.records.explain import cached_tokens, describe, figures, headline, kind_of
 from harness.records.store import RecordError, load_run
@@ -47,6 +47,7 @@ def markdown(
         f"Run `{header.run}` on {_machine(header)}.",
         "",
     ]
+    lines += [f"- **fail**: {sentence}" for sentence in agree.sentences(found)]
     if against is not None:
         lines += ["Against the baseline:", "", "```text", against, "```", ""]
     heads = ["cell", "verdict", "metric", "observed", "budget", "floor", "margin", "cached tokens"]
@@ -105,7 +106,7 @@ def html(
         counts=_counts(found, faults),
         verdicts=[name for name in _ORDER if name in set(map(_verdict, found))],
         axes=axes,
-        faults=faults,
+        faults=[*faults, *agree.sentences(found)],
         against=against,
         plots=plots,
         measured=figure_table(found),

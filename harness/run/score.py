@@ -101,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         and record.reference is not None
         and (not args.cell or record.cell in args.cell)
     ]
+    if args.cell:
+        faults = [fault for fault in faults if fault.split(":")[0] in args.cell]
     logs = args.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     cache = args.cache or args.out / "cache"

@@ -16,7 +16,7 @@ import pytest
 
 from harness.judging.numbers import number
 from harness.matrices.expand import load_matrix
-from harness.records import store
+from harness.records import agree, store
 from harness.records.explain import table
 from harness.run.progress import Progress
 from harness.strict_yaml import YamlError
@@ -36,6 +36,7 @@ class CellReporter:
         self._progress: Progress | None = None
         self._matrices: set[Path] = set()
         self._ran = 0
+        self._odd: dict[Path, list[str]] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count the cells of a session that runs in this process."""
@@ -80,11 +81,18 @@ class CellReporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Fail where cells were selected and none ran."""
+        """Fail where cells were selected and none ran, or where they disagree among themselves."""
         selected = self._matrices and not self._config.option.collectonly
         if selected and not self._ran and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             self._write("no cell ran: that proves nothing, so the run fails", red=True)
+        if selected and self._ran:
+            for matrix in self._matrices:
+                folder = self._run_folder(matrix)
+                if (folder / store.RUN_FILE).exists():
+                    self._odd[matrix] = agree.sentences(store.load_run(folder)[1])
+            if any(self._odd.values()) and exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self) -> None:
         """Print each run's table and where its records are."""
@@ -94,7 +102,7 @@ class CellReporter:
                 continue
             header, found, faults = store.load_run(folder)
             self._write(f"\n{header.matrix}: {header.question}\n\n{table(found)}\n")
-            for fault in faults:
+            for fault in [*faults, *self._odd.get(matrix, ())]:
                 self._write(f"  {fault}", red=True)
             self._write(
                 f"records: {shown(folder)}   report: python -m harness report {shown(folder)}"
