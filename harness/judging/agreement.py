@@ -58,7 +58,9 @@ def findings(precision: tolerance.Precision, pairs: Pairs, tokens: Tokens) -> It
                 floor = _floor(name, kind, positions, pairs)
                 limit = tolerance.budget(name, floor, _summary(kind, resolutions))
             elif name == "decode_logprob_error":
-                floor = min(_summary(kind, one) for one in positions.roundings[name])
+                floor = tolerance.fp32_floor(
+                    [_summary(kind, one) for one in positions.roundings[name]]
+                )
                 limit = tolerance.FP32_FACTOR * floor
             # Not `observed > limit`: NaN must not pass.
             passed = bool(np.isfinite(observed)) and (limit is None or observed <= limit)
@@ -214,7 +216,7 @@ def past_positions(precision: tolerance.Precision, pairs: Pairs) -> dict[tuple[s
 
 def _fp32_limit(cell: Positions) -> float:
     worsts = [_summary("max", one) for one in cell.roundings["decode_logprob_error"]]
-    return tolerance.FP32_FACTOR * min(worsts)
+    return tolerance.FP32_FACTOR * tolerance.fp32_floor(worsts)
 
 
 def _length(request: ScoredTokens) -> int:

@@ -124,7 +124,8 @@ def _limit(scores: RequestScores, position: int, precision: tolerance.Precision)
     assert scores.roundings is not None
     floors = np.array(scores.roundings["decode_logprob_error"]).max(0)
     if not precision.has_ties:
-        return tolerance.FP32_FACTOR * float(floors.max())
+        worsts = [max(one) for one in scores.roundings["decode_logprob_error"]]
+        return tolerance.FP32_FACTOR * tolerance.fp32_floor(worsts)
     magnitude = scores.reference.max_abs_logit[position]
     step = float(tolerance.resolution(magnitude, precision.mantissa_bits))
     own = float(tolerance.budget("decode_logprob_error", floors[position], step))

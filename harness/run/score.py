@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     cells = [record.cell for record in scored]
     store.save_header(header.model_copy(update={"cells": cells}), args.out)
     print(table(scored))
-    for fault in faults:
-        print(f"error: {fault}", file=sys.stderr)
+    for sentence in faults:
+        print(f"error: {sentence}", file=sys.stderr)
     verdicts = [one.verdict.verdict for one in scored if one.verdict is not None]
     return exit_codes.of_verdicts([*verdicts, *("error" for _ in faults)])
