@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""References that differ in rounding only: they differ, by no more than that, and the same each time."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.reference.modeling_metis16 import load_reference
+from harness.scoring import rounding
+from harness.scoring.child import Scorer
+
+TOKENS = torch.arange(3, 19)[None]
+
+
+def logprobs(model):
+    with torch.inference_mode():
+        return model(TOKENS).logits.float().log_softmax(-1)
+
+
+def test_jitter_moves_one_value_in_twelve_to_a_neighbour():
+    module = nn.Identity()
+    draw = rounding.jitter(module)
+    draw.manual_seed(1)
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(2)).bfloat16()
+    moved = module(x)
+    steps = moved.view(torch.int16).int() - x.view(torch.int16).int()
+    assert set(steps.unique().tolist()) == {-1, 0, 1}
+    assert (steps != 0).float().mean().item() == pytest.approx(1 / 12, rel=0.05)
+    for exact in (torch.zeros(99).bfloat16(), torch.ones(99)):  # nothing to move; FP32
+        assert torch.equal(module(exact), exact)
+
+
+def test_jittered_references_are_off_as_plain_bf16_is_and_repeat(checkpoint):
+    exact = logprobs(load_reference(checkpoint()))
+    served = load_reference(checkpoint(), torch.bfloat16)
+    plain = (logprobs(served) - exact).abs().mean().item()
+    draw = rounding.jitter(served)
+    found = []
+    for seed in (1, 2, 1):
+        draw.manual_seed(seed)
+        found.append(logprobs(served))
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+    for one in found[:2]:  # about 1.4 times, from twice the variance
+        assert 0.7 * plain < (one - exact).abs().mean().item() < 3 * plain
+
+
+def test_another_order_of_sums_is_off_by_fp32s_rounding(checkpoint):
+    exact = logprobs(load_reference(checkpoint()))
+    for parts, chunk in rounding.ORDERS:
+        model = load_reference(checkpoint())
+        rounding.reorder(model, parts, chunk)
+        error = (logprobs(model) - exact).abs().max().item()
+        assert 1e-7 < error < 1e-4
+
+
+@pytest.mark.parametrize(("precision", "references"), [("fp32", 2), ("bf16", 5), ("fp8", 5)])
+def test_scores_hold_what_each_reference_is_off_at_each_token(
+    checkpoint, tmp_path, precision, references
+):
+    job = {
+        "do": "score",
+        "folder": str(checkpoint()),
+        "sha256": "0" * 64,
+        "precision": precision,
+        "sequences": [
+            {
+                "prompt_token_ids": [3, 4, 5, 6],
+                "token_ids": [7, 8],
+                "top_token_ids": [[7, 9, 10], [8, 11, 12]],
+            }
+        ],
+    }
+    (made,) = Scorer(tmp_path).handle(job).scores
+    (again,) = Scorer(tmp_path).handle(job).scores
+    assert again == made
+    errors = made.roundings["decode_logprob_error"]
+    assert [len(one) for one in errors] == [2] * references
+    assert len({tuple(one) for one in errors}) == references
+    if made.port is not None:
+        first = abs(made.port.logprobs[1] - made.reference.logprobs[1])
+        assert errors[0][1] == pytest.approx(first, rel=1e-3)
+    assert made.prompt_floor.positions == 3
+    assert made.prompt_floor.maximum["decode_logprob_error"] > 0
