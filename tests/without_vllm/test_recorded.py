@@ -53,6 +53,19 @@ def test_a_report_shows_every_recorded_cell(recorded):
     assert all(f'<tr class="cell" id="{record.cell}"' in text for record in judged)
 
 
+def test_the_cell_with_the_row_that_a_race_spoiled_fails_and_the_same_prompts_beside_it_pass():
+    _, found, _ = load_run(Path(__file__).parent / "recorded" / "race")
+    spoiled, right = (judge(record) for record in found)
+    assert (spoiled.verdict, right.verdict) == ("fail", "pass")
+    assert spoiled.reasons[-1].startswith("0.6-n33 position 0: token 711")
+    place = spoiled.worst[0]
+    assert (place.request, place.position) == ("0.6-n33", 0)
+    # The position is good to 0.06 nats; the worst one of the cell to 1.4, which is why it has its own budget.
+    worst = next(one for one in spoiled.findings if one.metric == "decode_logprob_error_max")
+    assert worst.budget > 10 * place.budget
+    assert worst.observed > 10 * place.budget
+
+
 def test_every_kind_and_verdict_is_among_them():
     found = [record for run in RUNS for record in load_run(run)[1]]
     assert {record.kind for record in found} == set(KINDS)
