@@ -95,7 +95,7 @@ def test_a_fault_turns_the_right_cells_red_and_they_say_where(run_faulty, fault)
         text = texts[cell]
         assert place in text
         if cell.startswith("fp32"):
-            assert re.search(r"decode_logprob_error_max \S+ is past its budget \de-05", text)
+            assert re.search(r"decode_logprob_error_max \S+ is past its budget [\d.]+e-05", text)
         worst = found[cell].verdict.worst[0]
         assert f"{worst.request}[{worst.position}] token {worst.token_id}: reference" in text
         median = float(re.search(r"there by (\S+) nats in the median", text)[1])
