@@ -35,14 +35,15 @@ FAULTS = {
     ),
     "swapped_passes": ({"fp32-alone-tiny": PREFILL.format(4, 4)}, 1.5),
     "dropped_selection_bias": (
-        {"fp32-alone-tiny": PREFILL.format(4, 4), "bf16-alone-tiny": PREFILL.format(4, 4)},
+        {
+            "fp32-alone-tiny": PREFILL.format(4, 4),
+            # Most of it is below BF16's budgets of positions: what is past them is told.
+            "bf16-alone-tiny": "from the first token (prefill): 1 of 4 requests",
+        },
         0.08,
     ),
     "swapped_x_and_z": ({"fp32-alone-tiny": PREFILL.format(4, 4)}, 3.3),
-    "skipped_last_read": (
-        {"fp32-alone-tiny": PREFILL.format(4, 4), "bf16-alone-tiny": PREFILL.format(4, 4)},
-        0.05,
-    ),
+    "skipped_last_read": ({"fp32-alone-tiny": PREFILL.format(4, 4)}, 0.05),
     # A prompt that is prefilled in one step reads no state; one that is cut into chunks does.
     "shared_state": (
         {"fp32-alone-tiny": DECODING.format(4, 4), "fp32-chunk64-tiny": PREFILL.format(5, 8)},
