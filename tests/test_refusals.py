@@ -29,6 +29,10 @@ from tests.engines import configure
         ({"quantization": "fp8_per_tensor"}, "vLLM quantizes no experts on a CPU"),
         ({"use_replayssm": True}, "is not supported for architecture 'Metis16ForCausalLM'"),
         ({"hf_overrides": {"num_experts_per_tok": 99}}, "num_experts_per_tok = 99 exceeds"),
+        (
+            {"hf_overrides": {"mamba_ssm_cache_dtype": "bf16"}},
+            "'bf16' of config.json: expected auto, float32, float16, bfloat16; mend it there",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -65,3 +69,23 @@ def test_the_state_is_float32_and_prefixes_are_cached_in_align_mode_by_default(c
     configured = configure(checkpoint("tiny"), dtype="bfloat16", enable_prefix_caching=True)
     assert configured.cache_config.mamba_ssm_cache_dtype == "float32"
     assert configured.cache_config.mamba_cache_mode == "align"
+
+
+@pytest.mark.parametrize(
+    ("declared", "asked", "expected"),
+    [
+        ("bfloat16", "auto", "bfloat16"),
+        ("auto", "auto", "float32"),
+        ("bfloat16", "float32", "float32"),
+    ],
+)
+def test_the_state_has_the_dtype_that_is_asked_for_or_else_declared(
+    checkpoint, declared, asked, expected
+):
+    configured = configure(
+        checkpoint("tiny"),
+        dtype="bfloat16",
+        mamba_ssm_cache_dtype=asked,
+        hf_overrides={"mamba_ssm_cache_dtype": declared},
+    )
+    assert configured.cache_config.mamba_ssm_cache_dtype == expected

@@ -9,12 +9,15 @@ instead of by an assertion inside a layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from vllm_metis.config import Metis16Config
+
+
+_STATE_DTYPE = "mamba_ssm_cache_dtype"  # the key of config.json, and vLLM's name for it
 
 
 class UnsupportedError(ValueError):
@@ -86,6 +89,7 @@ def refusals(vllm_config: VllmConfig) -> list[str]:
         found.append(
             "--enable-lora: adapters are not supported; merge the adapter into the checkpoint"
         )
+    found += state_refusals(config)
     if cache.mamba_cache_mode == "all":
         found.append("mamba_cache_mode all: not supported; use align, which is the default")
     if cache.prefix_match_unit is not None:
@@ -99,6 +103,20 @@ def refusals(vllm_config: VllmConfig) -> list[str]:
         )
     found += quantization_refusals(config, vllm_config.model_config.quantization)
     return found
+
+
+def state_refusals(config: Metis16Config) -> list[str]:
+    """What is refused of the dtype that config.json declares for the SSM state."""
+    from vllm.config.cache import MambaDType
+
+    declared, known = getattr(config, _STATE_DTYPE, "auto"), get_args(MambaDType)
+    if declared in known:
+        return []
+    found = (
+        f"{_STATE_DTYPE} {declared!r} of config.json: expected {', '.join(known)}; mend it there, or "
+        "in --hf-overrides"
+    )
+    return [found]
 
 
 def quantization_refusals(config: Metis16Config, quantization: str | None) -> list[str]:
@@ -155,5 +173,5 @@ class Metis16ConfigHook:
         vllm_config.compilation_config.fast_moe_cold_start = False
         cache = vllm_config.cache_config
         if cache.mamba_ssm_cache_dtype == "auto":
-            config = vllm_config.model_config.hf_config
-            cache.mamba_ssm_cache_dtype = getattr(config, "mamba_ssm_cache_dtype", "float32")
+            declared = getattr(vllm_config.model_config.hf_config, _STATE_DTYPE, "auto")
+            cache.mamba_ssm_cache_dtype = "float32" if declared == "auto" else declared

@@ -86,10 +86,29 @@ def _read_jobs() -> queue.Queue[dict[str, Any] | None]:
 
 
 def _last_line(error: BaseException) -> str:
-    """The type and text of the error that began it: vLLM wraps a fault in several others."""
+    """The type and text of the error that began it: vLLM wraps a fault in several others.
+
+    One without a text, as a bare assertion is, is told by the line that raised it.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {str(error).strip() or _place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "no message, and no line that raised it"
+    last = frames[-1]
+    return (
+        f"no message; raised at {_module(last.filename)}:{last.lineno} in {last.name}: {last.line}"
+    )
+
+
+def _module(file: str) -> str:
+    """A source file as it is imported, so that the machine's folders are left out."""
+    roots = [os.path.join(path, "") for path in sys.path if path and file.startswith(path)]
+    return file.removeprefix(max(roots, key=len, default=""))
 
 
 def _leave(code: int) -> None:

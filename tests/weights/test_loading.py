@@ -141,6 +141,18 @@ def test_what_the_model_defines_in_float32_stays_float32_in_a_bfloat16_model(che
             assert buffer.dtype == torch.float32, name
 
 
+def test_a_state_that_is_not_what_the_model_declares_is_told_in_words(checkpoint, monkeypatch):
+    from vllm_metis.model.metis16 import Metis16ForCausalLM
+
+    declared = classmethod(lambda cls, vllm_config: (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(Metis16ForCausalLM, "get_mamba_state_dtype_from_config", declared)
+    found = (
+        r"in \(torch.float32, torch.bfloat16\), but model.layers.0.mixer.mamba keeps .*float32\)"
+    )
+    with pytest.raises(ValueError, match=found):
+        load(checkpoint("tiny"))
+
+
 def test_constants_of_weights_alone_are_computed_for_every_pass(loaded):
     connection = loaded.model.layers[2].moe_connection
     passes = loaded.config.num_passes

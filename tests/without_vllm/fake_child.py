@@ -68,6 +68,8 @@ def engine(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
         file.write("start\n")
     if start == "refuse":
         raise ValueError("pipeline parallelism is not supported")
+    if start == "assert":
+        assert not start
     if start == "crash":
         os._exit(3)
     if start == "hang":

@@ -128,6 +128,7 @@ def test_the_end_of_the_log_is_kept(run_all):
     ("start", "kind", "message"),
     [
         ("refuse", "refused", "ValueError: pipeline parallelism is not supported"),
+        ("assert", "refused", " in engine: assert not start"),
         ("crash", "crashed", "exit status 3"),
         ("hang", "start_timeout", "no answer within 3 s"),
     ],

@@ -10,6 +10,7 @@ Source: docs/model.md, forward pass 2.4; vllm/model_executor/layers/mamba/mamba_
 """
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -99,6 +100,28 @@ class Metis16Mamba(nn.Module):
     def forward(self, hidden_states: torch.Tensor, pass_index: int) -> torch.Tensor:
         """Return the mixer output of one pass, (T, D), for `hidden_states` (T, D)."""
         return self.passes[pass_index](hidden_states)
+
+    def check_states(
+        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+    ) -> None:
+        """Hold what the model tells vLLM of one conv and one SSM state against the mixer's own.
+
+        vLLM sizes the cache's pages by the model's word and fills them by the mixer's; where they
+        differ it ends in an assertion without a text, or a state takes less than its page.
+
+        Args:
+            shapes, dtypes: (conv, SSM), as the model class declares them.
+        Raises:
+            ValueError: they differ; the message holds both.
+        """
+        told = tuple(map(tuple, shapes)), tuple(dtypes)
+        kept = tuple(map(tuple, self.mamba.get_state_shape())), tuple(self.mamba.get_state_dtype())
+        if told != kept:
+            raise ValueError(
+                f"the model declares conv and SSM states of {told[0]} in {told[1]}, but "
+                f"{self.mamba.prefix} keeps {kept[0]} in {kept[1]}; both must follow from "
+                "config.json and --mamba-ssm-cache-dtype: the plugin does not fit this vLLM"
+            )
 
 
 def mixer_of_pass(mixer: MambaMixer2, prefix: str) -> MambaMixer2:
