@@ -252,8 +252,11 @@ def harness(session: nox.Session, *command: str) -> bool:
 
 @nox.session(tags=["gpu"], default=False, venv_backend="none")
 def gpu_parity(session: nox.Session) -> None:
-    """Hold the plugin on this card against the reference, in every dtype and mode."""
-    on_card(session, "-m", "pytest", "matrices/gpu_parity.yaml")
+    """Hold the plugin on this card against the reference, in every dtype and mode.
+
+    As many engines run at once as card and cores carry; `-- -n 4` says how many.
+    """
+    on_card(session, "-m", "pytest", "matrices/gpu_parity.yaml", "-n", "auto")
 
 
 @nox.session(tags=["gpu"], default=False, venv_backend="none")

@@ -63,6 +63,12 @@ def cards_memory_bytes() -> int | None:
         return sum(used) if used else None
 
 
+def cards_free_bytes() -> int | None:
+    """Return the memory that is free on the fullest card; None without a card."""
+    with _devices() as devices:
+        return min((int(_memory(device).free) for device in devices), default=None)
+
+
 @contextmanager
 def _devices() -> Iterator[list[Any]]:
     """Yield a handle for each card; none where there is no driver."""

@@ -24,11 +24,13 @@ from harness.matrices.expand import Cell, Matrix, load_matrix
 from harness.matrices.select import SelectionError, groups, select
 from harness.records import store
 from harness.records.explain import describe, headline
+from harness.run import sharing
 from harness.run.cells import CellRunner
 from harness.run.terminal import CellReporter, shown
 from harness.strict_yaml import YamlError
 
 _STAMP = pytest.StashKey[str]()
+_SHARE = pytest.StashKey[sharing.Share]()
 
 
 class CellFailed(Exception):
@@ -188,8 +190,31 @@ def pytest_configure(config: pytest.Config) -> None:
         _check_model(config, paths)
     if paths and config.getoption("dist", "no") == "load":
         config.option.dist = "loadscope"
+        config.option.loadscopereorder = False  # they come in order
     show = CellReporter(config, run_folder=lambda path: _run_folder(config, path))
     config.pluginmanager.register(show, "metis-cells")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Say what `-n auto` means for matrices: as many engines as card and cores carry."""
+    paths = _matrices_named(config)
+    if not paths or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    _check_selection(config, paths)
+    globs, axes = config.getoption("--cell"), config.getoption("--axis")
+    matrices = [load_matrix(path) for path in paths]
+    count = sum(len(groups(select(matrix, globs, axes))) for matrix in matrices)
+    found = config.stash[_SHARE] = sharing.share(matrices, count)
+    return found.processes
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Tell how many processes `-n auto` came to, and why."""
+    found = config.stash.get(_SHARE, None)
+    if found is None:
+        return None
+    return f"engines at once: {found.processes} ({found.why}); -n NUMBER overrides"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -224,6 +249,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    processes = getattr(config, "workerinput", {}).get("workercount")
+    if processes:
+        _order(items, processes)
+
+
+def _order(items: list[pytest.Item], processes: int) -> None:
+    """Put the cells of each matrix in the order in which processes should take their groups."""
+    cells: dict[MatrixFile, list[Cell]] = {}
+    for item in items:
+        if isinstance(item, CellItem):
+            cells.setdefault(item.parent.parent, []).append(item.cell)
+    files = list(cells)
+    places = {
+        (file, name): place
+        for file in files
+        for place, name in enumerate(sharing.ordered(file.matrix, groups(cells[file]), processes))
+    }
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        if not isinstance(item, CellItem):
+            return -1, 0
+        file = item.parent.parent
+        return files.index(file), places[file, item.cell.group]
+
+    items.sort(key=place)
 
 
 def _matrices_named(config: pytest.Config) -> list[Path]:

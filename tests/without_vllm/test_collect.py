@@ -235,6 +235,25 @@ def test_xdist_keeps_the_cells_of_a_group_in_one_process(pytester, project):
     result.stdout.fnmatch_lines(["*fine-now*pass*", "*fine-later*pass*"])
 
 
+def test_a_machine_decides_how_many_engines_run_at_once_and_says_why(
+    pytester, project, monkeypatch
+):
+    project("fine", two_groups=True)
+    monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
+    result = run(pytester, "-n", "auto", "--axis", "start=now")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["engines at once: 1 (* cores: *, 1 engines: 1); -n NUMBER*"])
+
+
+def test_xdist_takes_the_longest_group_first(pytester, project):
+    project("fine", "wrong_token", two_groups=True)
+    text = (pytester.path / "demo.yaml").read_text()
+    exclude = "exclude: [{start: now, child: wrong_token}]\n"
+    (pytester.path / "demo.yaml").write_text(text + exclude)
+    assert "fine-now" in run(pytester, "--collect-only", "-q").stdout.lines[0]
+    run(pytester, "-n", "1").stdout.fnmatch_lines(["[[]1/3[]] *-later *", "[[]3/3[]] fine-now *"])
+
+
 def test_last_failed_and_xdist_agree_on_names(pytester, project):
     pytester.makeini("[pytest]\n")
     run(pytester, "-n", "2")

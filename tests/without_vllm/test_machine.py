@@ -100,8 +100,18 @@ def test_the_memory_in_use_on_all_cards_is_summed(driver: Callable[..., None]):
     assert harness.machine.cards_memory_bytes() == 10 * MIB
 
 
+def test_the_free_memory_is_that_of_the_fullest_card(driver: Callable[..., None]):
+    free = iter([7 * MIB, 5 * MIB])
+    driver(
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetMemoryInfo=lambda _, version: SimpleNamespace(free=next(free)),
+    )
+    assert harness.machine.cards_free_bytes() == 5 * MIB
+
+
 def test_a_machine_without_a_driver_has_no_card(driver: Callable[..., None]):
     driver(nvmlInit=_no_driver)
     assert harness.machine.cards() == []
     assert harness.machine.foreign_processes() == []
     assert harness.machine.cards_memory_bytes() is None
+    assert harness.machine.cards_free_bytes() is None
