@@ -16,7 +16,12 @@ from harness.reference import configuration_metis16, sublayers_metis16
 from harness.reference import modeling_metis16 as reference
 from harness.reference.configuration_metis16 import Metis16Config
 from harness.reference.modeling_metis16 import load_reference
-from harness.reference.sublayers_metis16 import QuantizableLinear, fp8_round, ssd_scan
+from harness.reference.sublayers_metis16 import (
+    QuantizableLinear,
+    causal_attention,
+    fp8_round,
+    ssd_scan,
+)
 from harness.scoring import golden
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -106,6 +111,19 @@ def test_prefill_in_chunks_equals_one_forward(vectors):
         logits.append(output.logits[0])
     error = (torch.cat(logits) - vectors.expected["prompt1.logits"]).abs().max()
     assert error < golden.LOGIT_LIMIT
+
+
+@pytest.mark.parametrize("earlier", [0, 5])
+@pytest.mark.parametrize("block", [1, 7, 23, 100])
+def test_attention_takes_queries_in_blocks_and_none_sees_a_later_key(block, earlier):
+    draw = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 6, 23, 8, generator=draw)
+    k, v = torch.randn(2, 2, 2, 23 + earlier, 8, generator=draw)
+    keys, values = (t.repeat_interleave(3, dim=1) for t in (k, v))
+    scores = q @ keys.transpose(-1, -2) / 8**0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(earlier + 1)
+    expected = scores.masked_fill(later, -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(causal_attention(q, k, v, block), expected)
 
 
 def test_greedy_generation_is_the_same_with_and_without_cache(vectors):

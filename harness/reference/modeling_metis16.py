@@ -281,7 +281,7 @@ class Metis16ForCausalLM(PreTrainedModel, GenerationMixin):
                 "has zeros; run each sequence alone, or group those of equal length"
             )
         cache = Metis16Cache() if past_key_values is None else past_key_values
-        S, streams, continuation = self._run_stack(input_ids, cache)
+        S, streams, continuation = self._run_stack(input_ids, cache, output_trace)
         cache.seen_tokens += input_ids.shape[1]
         hidden = self.final_norm(S.mean(2))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -297,9 +297,9 @@ class Metis16ForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def _run_stack(
-        self, input_ids: Tensor, cache: Metis16Cache
+        self, input_ids: Tensor, cache: Metis16Cache, output_trace: bool
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return the last streams, those after every block, and the passes' continuation."""
+        """Return the last streams, those after every block for a trace, and the continuation."""
         config, memory = self.config, self.depth_memory
         S = self.embedding(input_ids).unsqueeze(2) + self.stream_embeddings
         previous = S.mean(2)
@@ -318,7 +318,8 @@ class Metis16ForCausalLM(PreTrainedModel, GenerationMixin):
                 rf = memory.route_features(S.mean(2), summary, no_difference, history)
                 state = cache.state(p, index)
                 S, coalition, certainty = layer(S, p, self.pass_embeddings[p], rf, state)
-                streams.append(S)
+                if output_trace:  # of a long prompt they take gigabytes
+                    streams.append(S)
                 history = 0.5 * history + 0.5 * coalition
                 if layer.is_attention:
                     metadata = torch.cat([coalition, k_share, certainty, cont], dim=-1)

@@ -35,6 +35,27 @@ class QuantizableLinear(nn.Linear):
         return F.linear(fp8_round(x), fp8_round(self.weight)).to(x.dtype)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, block: int = 512) -> Tensor:
+    """Return softmax(q k' / sqrt(head_dim)) v, (B, H, T, head_dim), a block of queries at a time.
+
+    Args:
+        q: (B, H, T, head_dim), the last T positions. k, v: (B, K, seen, head_dim), all positions.
+        block: queries that one step takes; any value gives the same y but for rounding. A mask, and
+            where PyTorch takes its plain path the scores, are block x seen: T x seen would not fit.
+    """
+    earlier = k.shape[2] - q.shape[2]
+    ys = []
+    for start in range(0, q.shape[2], block):
+        queries = q[:, :, start : start + block]
+        first = earlier + start  # position of the first query of the block
+        seen = first + queries.shape[2]
+        causal = torch.ones(queries.shape[2], seen, dtype=torch.bool, device=q.device).tril(first)
+        keys, values = k[:, :, :seen], v[:, :, :seen]
+        y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=causal, enable_gqa=True)
+        ys.append(y)
+    return torch.cat(ys, dim=2)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention without positions, with a low-rank QKV correction per pass."""
 
@@ -57,9 +78,7 @@ class Attention(nn.Module):
         if "k" in state:
             k, v = torch.cat([state["k"], k], dim=2), torch.cat([state["v"], v], dim=2)
         state["k"], state["v"] = k, v
-        new, seen = q.shape[2], k.shape[2]
-        causal = torch.ones(new, seen, dtype=torch.bool, device=u.device).tril(seen - new)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
+        y = causal_attention(q, k, v)
         return self.out(y.transpose(1, 2).flatten(-2))
 
 
