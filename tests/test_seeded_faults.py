@@ -44,16 +44,16 @@ FAULTS = {
     ),
     "swapped_x_and_z": ({"fp32-alone-tiny": PREFILL.format(4, 4)}, 3.3),
     "skipped_last_read": ({"fp32-alone-tiny": PREFILL.format(4, 4)}, 0.05),
+    # The short prompt of the cell is right, both times.
+    "late_positions": ({"fp32-far-tiny": PREFILL.format(2, 4)}, 0.003),
     # A prompt that is prefilled in one step reads no state; one that is cut into chunks does.
     "shared_state": (
         {"fp32-alone-tiny": DECODING.format(4, 4), "fp32-chunk64-tiny": PREFILL.format(5, 8)},
         1.7,
     ),
     "foreign_prefix": (
-        {
-            "fp32-repeated-tiny": GREEN,
-            "fp32-cached-tiny": f"{PREFILL.format(2, 12)}, exactly those with a prefix-cache hit",
-        },
+        # Requests without a hit are right, in the same cell.
+        {"fp32-cached-tiny": f"{PREFILL.format(2, 12)}, exactly those with a prefix-cache hit"},
         2.2,
     ),
 }

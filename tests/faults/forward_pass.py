@@ -73,6 +73,17 @@ def skipped_last_read() -> None:
     depth_memory.DepthMemory.__init__, depth_memory.DepthMemory.read = init, read
 
 
+def late_positions() -> None:
+    """What comes out is 0.1% too large from position 800 on."""
+    real = metis16.Metis16ForCausalLM.forward
+
+    def faulty(self: Any, input_ids: Any, positions: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        hidden = real(self, input_ids, positions, *rest, **named)
+        return torch.where(positions[:, None] >= 800, 1.001 * hidden, hidden)
+
+    metis16.Metis16ForCausalLM.forward = faulty
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -81,5 +92,6 @@ FAULTS = {
         dropped_selection_bias,
         swapped_x_and_z,
         skipped_last_read,
+        late_positions,
     )
 }
