@@ -4,7 +4,9 @@
 `pytest -n auto` asks here. Engines of one card share its memory; what a start costs is compiling
 on the host, so cores bound them too. The longest group goes first, so that none is left to one
 process at the end; of those that need the taught checkpoint one goes first and the others follow
-when it should be there, so that no process waits for what another one teaches.
+when it should be there, so that no process waits for what another one teaches. Engines of the
+published shapes are ten times as large as the others: they come in pairs, a round of the processes
+apart, so that few of them stand on the card at once.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import psutil
@@ -26,6 +29,7 @@ _CORES_OF_AN_ENGINE = (
 # Below: one H200, ten engines at once on 16 cores, nothing cached.
 _COMPILED_START = 1.5  # over an eager one: 195 s and 126 s
 _REFERENCE_TOKEN_S = 0.005  # the reference's pass, on one core; 3.5 ms on one that is free
+_LARGE = ("logos", "praxis")
 _USUAL = Estimate(engine_start_s=30, cell_s=10, memory_bytes=3_000_000_000)
 
 
@@ -69,8 +73,16 @@ def ordered(matrix: Matrix, groups: Mapping[str, Sequence[Cell]], processes: int
     names = sorted(groups, key=lambda name: -_seconds(matrix, groups[name]))
     taught = [name for name in names if _checkpoint(groups[name]).get("taught")]
     others = [name for name in names if name not in taught]
+    large = [name for name in others if _checkpoint(groups[name]).get("shape") in _LARGE]
+    small = [name for name in others if name not in large]
     at_first = 2 * processes - 1
-    return [*taught[:1], *others[:at_first], *taught[1:], *others[at_first:]]
+    order = [*taught[:1], *small[:at_first], *taught[1:], *small[at_first:]]
+    large.sort(key=lambda name: _LARGE.index(_checkpoint(groups[name])["shape"]))
+    half = (len(large) + 1) // 2
+    for number, pair in enumerate(zip_longest(large[:half], large[half:])):
+        place = number * processes
+        order[place:place] = [name for name in pair if name is not None]
+    return order
 
 
 def _seconds(matrix: Matrix, cells: Sequence[Cell]) -> float:

@@ -86,12 +86,13 @@ class Scorer:
         prompt, tokens = sequence["prompt_token_ids"], sequence["token_ids"]
         key = digest([job["sha256"], job["precision"], prompt, tokens, _PASSES])
         file = self._cache / "passes" / f"{key}.safetensors"
-        if not file.exists():
-            passes, floor = _passes(job["folder"], job["precision"], prompt, tokens)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(f".{os.getpid()}.part")
-            save_file(passes, part, metadata={"floor": floor})
-            part.replace(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):  # whoever else needs the same passes waits for them
+            if not file.exists():
+                passes, floor = _passes(job["folder"], job["precision"], prompt, tokens)
+                part = file.with_suffix(f".{os.getpid()}.part")
+                save_file(passes, part, metadata={"floor": floor})
+                part.replace(file)
         stored: Any = safe_open(file, framework="pt")
         reference, *others = (
             score(stored.get_tensor(name), tokens, sequence["top_token_ids"])

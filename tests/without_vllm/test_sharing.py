@@ -75,3 +75,10 @@ def test_the_longest_group_goes_first_and_one_process_alone_waits_for_the_taught
     alike = [name for name in rest if name.startswith("fp32-") and "far" not in name]
     assert len(by_group[alike[0]]) > 1
     assert len(by_group[alike[-1]]) == 1
+
+
+def test_engines_of_the_published_shapes_come_in_pairs_a_round_of_the_processes_apart(gpu_parity):
+    order = sharing.ordered(gpu_parity, groups(gpu_parity.cells), 10)
+    places = [place for place, name in enumerate(order) if name.endswith(("logos", "praxis"))]
+    assert places == [0, 1, 10, 11, 20, 21, 30, 31]
+    assert {order[place].rpartition("-")[2] for place in places[::2]} == {"logos"}
