@@ -68,7 +68,7 @@ def findings(precision: tolerance.Precision, pairs: Pairs, tokens: Tokens) -> It
             yield Finding(
                 metric=metric, observed=observed, budget=limit, floor=floor, passed=passed
             )
-    if precision.has_ties:
+    if precision.has_ties and precision.per_position:
         yield _share_finding("share_past_floor", positions.past_floor())
         yield _share_finding("share_past_budget", positions.past_budget())
 
@@ -130,13 +130,14 @@ def measured_only(verdict: Verdict, why: str) -> Verdict:
 def greedy(precision: tolerance.Precision, pairs: Pairs) -> tuple[list[NearTie], list[NearTie]]:
     """Return tokens that are not the reference's own: near ties, and those that are none.
 
-    A near tie is within the budget that the margin between two tokens has at its position. The tokens
-    equal the reference's greedy decoding when no position differs. In FP32 there are no ties.
+    A near tie is one to the reference, or to the port in the served precision: it is within the budget
+    that the margin between two tokens has at its position. The tokens equal the reference's greedy
+    decoding when no position differs. In FP32 there are no ties.
     """
     near_ties: list[NearTie] = []
     mismatches: list[NearTie] = []
     limits = iter(
-        positions_of(precision, pairs).budgets("margin")
+        _limits(precision, "margin", positions_of(precision, pairs))
         if precision.has_ties
         else np.zeros(sum(len(request.token_ids) for request, _ in pairs))
     )
@@ -146,8 +147,10 @@ def greedy(precision: tolerance.Precision, pairs: Pairs) -> tuple[list[NearTie],
             preferred = scores.reference.argmax[position]
             if preferred == token:
                 continue
-            margin = (
-                scores.reference.argmax_logprobs[position] - scores.reference.logprobs[position]
+            margin = min(
+                one.argmax_logprobs[position] - one.logprobs[position]
+                for one in (scores.reference, scores.port)
+                if one is not None
             )
             tie = NearTie(
                 request=request.id,
@@ -176,11 +179,7 @@ def worst(precision: tolerance.Precision, pairs: Pairs) -> list[WorstPosition]:
     cell = positions_of(precision, pairs)
     errors = cell.errors["decode_logprob_error"]
     floors = cell.floors("decode_logprob_error")
-    budgets = (
-        cell.budgets("decode_logprob_error")
-        if precision.has_ties
-        else np.full_like(errors, _fp32_limit(cell))
-    )
+    budgets = _limits(precision, "decode_logprob_error", cell)
     places = [(request, scores, n) for request, scores in pairs for n in range(_length(request))]
     beyond = np.where(np.isnan(errors), np.inf, errors - budgets)
     return [
@@ -201,17 +200,24 @@ def past_positions(precision: tolerance.Precision, pairs: Pairs) -> dict[tuple[s
     """Return the logprob error at each position past its own budget, by request and position."""
     cell = positions_of(precision, pairs)
     errors = cell.errors["decode_logprob_error"]
-    budgets = (
-        cell.budgets("decode_logprob_error")
-        if precision.has_ties
-        else np.full_like(errors, _fp32_limit(cell))
-    )
+    budgets = _limits(precision, "decode_logprob_error", cell)
     places = [(request.id, n) for request, _ in pairs for n in range(_length(request))]
     return {
         place: float("inf") if np.isnan(error) else float(error)
         for place, error, limit in zip(places, errors, budgets, strict=True)
         if not error <= limit  # not `error > limit`: NaN must count
     }
+
+
+def _limits(precision: tolerance.Precision, metric: str, cell: Positions) -> metrics.Array:
+    """Return the limit of each position, (T,): its own, or the cell's where positions have none."""
+    if not precision.has_ties:
+        return np.full_like(cell.steps, _fp32_limit(cell))
+    if precision.per_position:
+        return cell.budgets(metric)
+    resolution = float(tolerance.metric_resolution(metric, cell.steps).max())
+    limit = tolerance.budget(metric, float(cell.roundings[metric].max()), resolution)
+    return np.full_like(cell.steps, limit)
 
 
 def _fp32_limit(cell: Positions) -> float:

@@ -123,14 +123,43 @@ def test_the_mean_is_judged_beside_the_worst_position():
 def test_a_bf16_token_may_differ_only_where_references_doubt_that_very_margin(
     margin, floor_at, verdict
 ):
-    exact = evidence.scores()
-    preferred = exact.logprobs[0] + margin
-    scores = evidence.scores(argmax=[60, 11, 12], argmax_logprobs=[preferred, -0.35, -0.35])
-    port = evidence.scores()
+    preferred = evidence.scores().logprobs[0] + margin
+    other = {"argmax": [60, 11, 12], "argmax_logprobs": [preferred, -0.35, -0.35]}
+    scores, port = evidence.scores(**other), evidence.scores(**other)
     port.top_logprobs[floor_at][1] -= 0.2
     found = judge(bf16(parity(scores=scores, port=port)))
     assert found.verdict == verdict
     assert len(found.near_ties) == (verdict == "pass")
+
+
+def test_a_token_that_the_port_in_the_served_precision_prefers_too_is_a_tie():
+    preferred = evidence.scores().logprobs[0] + 2.0
+    scores = evidence.scores(argmax=[60, 11, 12], argmax_logprobs=[preferred, -0.35, -0.35])
+    found = judge(bf16(parity(scores=scores, port=evidence.scores())))
+    assert [tie.margin_nats for tie in found.near_ties] == [0.0]
+
+
+def test_where_the_engine_rounds_otherwise_than_the_port_a_cell_has_one_limit():
+    """FP8 on load: as large errors at other positions; one past the worst floor fails all the same."""
+    for error, verdict in ((0.35, "pass"), (0.5, "fail")):
+        port = evidence.scores(10)
+        port.logprobs[0] += 0.2
+        request = evidence.request("p", tokens=10)
+        request.logprobs[4] -= error
+        settings = {
+            "max_tokens": 10,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "logprobs": evidence.TOP,
+        }
+        record = bf16(parity(request, evidence.scores(10), port=port))
+        changed = record.settings | {"sampling": settings, "precision": "fp8load"}
+        found = judge(record.model_copy(update={"settings": changed}))
+        assert (found.verdict, finding(found, "decode_logprob_error_max").passed) == (
+            verdict,
+            verdict == "pass",
+        )
+        assert not [one for one in found.findings if one.metric.startswith("share_")]
 
 
 def test_a_position_with_a_wide_floor_widens_no_other_positions_budget():

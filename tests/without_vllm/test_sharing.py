@@ -67,6 +67,7 @@ def test_the_longest_group_goes_first_and_one_process_alone_waits_for_the_taught
     by_group = groups(gpu_parity.cells)
     order = sharing.ordered(gpu_parity, by_group, 4)
     assert sorted(order) == sorted(by_group)
+    order = [name for name in order if not name.endswith(("logos", "praxis"))]
     taught = [place for place, name in enumerate(order) if name.endswith("-taught")]
     assert taught[0] == 0
     assert taught[1:] == list(range(8, 7 + len(taught)))

@@ -58,7 +58,7 @@ class ParitySettings(EngineCellSettings):
 
     checkpoint: CheckpointConfig
     precision: Annotated[
-        Literal["fp32", "bf16", "fp8"],
+        Literal["fp32", "bf16", "fp8", "fp8load"],
         Field(
             description="What the port computes in to measure the noise floor; "
             "harness/judging/tolerance.py."
