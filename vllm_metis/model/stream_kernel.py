@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 STREAMS = 4
-"""The count that `_sums` is written for."""
+"""The count that `_add4` is written for."""
 
 _PER_THREAD = 8
 """Values of a row: 16 bytes in BF16, the widest load."""
@@ -231,7 +231,11 @@ def _launch(
 ) -> torch.Tensor:
     """Run the kernel on every token; fill the tensors given, and return the new streams."""
     tokens, count, width = streams.shape
-    assert count == STREAMS, f"the kernel is written for {STREAMS} streams, not for {count}"
+    if count != STREAMS:
+        raise ValueError(
+            f"the kernel is written for {STREAMS} streams, and the model has {count}; "
+            "VLLM_METIS_FUSED=0 runs plain PyTorch, which takes any number"
+        )
     new_streams = torch.empty_like(streams)
     if tokens == 0:
         return new_streams
