@@ -37,8 +37,8 @@ FAULTS = {
     "dropped_selection_bias": (
         {
             "fp32-alone-tiny": PREFILL.format(4, 4),
-            # Most of it is below BF16's budgets of positions: what is past them is told.
-            "bf16-alone-tiny": "from the first token (prefill): 1 of 4 requests",
+            # Most of it is below BF16's budgets of positions; processors round which of it is past.
+            "bf16-alone-tiny": "from the first token (prefill): ",
         },
         0.08,
     ),
@@ -95,10 +95,11 @@ def test_a_fault_turns_the_right_cells_red_and_they_say_where(run_faulty, fault)
             continue
         text = texts[cell]
         assert place in text
-        if cell.startswith("fp32"):
-            assert re.search(r"decode_logprob_error_max \S+ is past its budget [\d.]+e-05", text)
         worst = found[cell].verdict.worst[0]
         assert f"{worst.request}[{worst.position}] token {worst.token_id}: reference" in text
+        if cell.startswith("bf16"):
+            continue  # the median is of the positions past BF16's budgets, and so above them
+        assert re.search(r"decode_logprob_error_max \S+ is past its budget [\d.]+e-05", text)
         median = float(re.search(r"there by (\S+) nats in the median", text)[1])
         assert median_nats / 3 < median < median_nats * 3
 
