@@ -33,7 +33,7 @@ def test_jitter_moves_one_value_in_twelve_to_a_neighbour():
 def test_jittered_references_are_off_as_plain_bf16_is_and_repeat(checkpoint):
     exact = logprobs(load_reference(checkpoint()))
     served = load_reference(checkpoint(), torch.bfloat16)
-    plain = (logprobs(served) - exact).abs().mean().item()
+    plain = (logprobs(served) - exact).abs().median().item()
     draw = rounding.jitter(served)
     found = []
     for seed in (1, 2, 1):
@@ -41,8 +41,10 @@ def test_jittered_references_are_off_as_plain_bf16_is_and_repeat(checkpoint):
         found.append(logprobs(served))
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
-    for one in found[:2]:  # about 1.4 times, from twice the variance
-        assert 0.7 * plain < (one - exact).abs().mean().item() < 3 * plain
+    for one in found[
+        :2
+    ]:  # about 1.4 times, from twice the variance; a mean would be a tipped router's
+        assert 0.7 * plain < (one - exact).abs().median().item() < 3 * plain
 
 
 def test_another_order_of_sums_is_off_by_fp32s_rounding(checkpoint):

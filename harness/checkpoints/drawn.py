@@ -20,6 +20,10 @@ from harness.files import write_atomic
 DRAWN_ARGS: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
 """Engine arguments for a folder that holds a configuration only."""
 
+# A token's own embedding must stand out from what all tokens share: of the memory each layer adds the
+# same to all of them where, on a CPU, nothing else that it is written of is drawn.
+_SHARED = {"stream_embeddings": 0.1, "depth_memory.output.weight": 0.01}
+
 
 def configuration_only(cache: Path, shape: str, dtype: str) -> Path:
     """Write a folder with a config.json and no weights."""
@@ -46,8 +50,7 @@ def draw_weights(model: Any, seed: int) -> None:
         elif parameter.dim() < 2 or name.endswith("mix_logits"):
             parameter.zero_()
         else:
-            # A token's own embedding must stand out from what all tokens share.
-            scale = 0.1 if name.endswith("stream_embeddings") else 1.0
+            scale = next((s for end, s in _SHARED.items() if name.endswith(end)), 1.0)
             parameter.normal_(0.0, scale * parameter.shape[-1] ** -0.5, generator=generator)
         seed += 1
     model.process_weights_after_loading()
