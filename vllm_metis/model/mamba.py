@@ -101,25 +101,22 @@ class Metis16Mamba(nn.Module):
         """Return the mixer output of one pass, (T, D), for `hidden_states` (T, D)."""
         return self.passes[pass_index](hidden_states)
 
-    def check_states(
-        self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
-    ) -> None:
-        """Hold what the model tells vLLM of one conv and one SSM state against the mixer's own.
+    def check_states(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Hold the dtypes that the model tells vLLM of a conv and an SSM state against the mixer's.
 
         vLLM sizes the cache's pages by the model's word and fills them by the mixer's; where they
         differ it ends in an assertion without a text, or a state takes less than its page.
 
         Args:
-            shapes, dtypes: (conv, SSM), as the model class declares them.
+            dtypes: (conv, SSM), as the model class declares them.
         Raises:
             ValueError: they differ; the message holds both.
         """
-        told = tuple(map(tuple, shapes)), tuple(dtypes)
-        kept = tuple(map(tuple, self.mamba.get_state_shape())), tuple(self.mamba.get_state_dtype())
-        if told != kept:
+        kept = tuple(self.mamba.get_state_dtype())
+        if tuple(dtypes) != kept:
             raise ValueError(
-                f"the model declares conv and SSM states of {told[0]} in {told[1]}, but "
-                f"{self.mamba.prefix} keeps {kept[0]} in {kept[1]}; both must follow from "
+                f"the model declares conv and SSM states in {tuple(dtypes)}, but "
+                f"{self.mamba.prefix} keeps them in {kept}; both must follow from "
                 "config.json and --mamba-ssm-cache-dtype: the plugin does not fit this vLLM"
             )
 

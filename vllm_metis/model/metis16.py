@@ -215,13 +215,10 @@ class Metis16ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
-        states = (
-            self.get_mamba_state_shape_from_config(vllm_config),
-            self.get_mamba_state_dtype_from_config(vllm_config),
-        )
+        states = self.get_mamba_state_dtype_from_config(vllm_config)
         for module in self.modules():
             if isinstance(module, Metis16Mamba):
-                module.check_states(*states)
+                module.check_states(states)
         attentions = [module for module in self.modules() if isinstance(module, PassAttention)]
         for attention in attentions[-1:]:  # the last one to be finished
             attention.after_loading = self.process_weights_after_loading
