@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,3 +90,16 @@ def test_the_state_has_the_dtype_that_is_asked_for_or_else_declared(
         hf_overrides={"mamba_ssm_cache_dtype": declared},
     )
     assert configured.cache_config.mamba_ssm_cache_dtype == expected
+
+
+def test_a_model_that_declares_another_state_than_its_mixers_keep_is_told_both():
+    import torch
+
+    from vllm_metis.model.mamba import Metis16Mamba
+
+    kept = torch.bfloat16, torch.float32
+    mamba = SimpleNamespace(prefix="layers.0.mamba", get_state_dtype=lambda: kept)
+    mixer = SimpleNamespace(mamba=mamba)
+    Metis16Mamba.check_states(mixer, kept)
+    with pytest.raises(ValueError, match=r"declares .*bfloat16, torch.bfloat16.*keeps .*float32"):
+        Metis16Mamba.check_states(mixer, (torch.bfloat16, torch.bfloat16))
