@@ -122,10 +122,10 @@ def _odd_of(members: list[Member], precision: tolerance.Precision) -> Iterator[O
 def _limit(scores: RequestScores, position: int, precision: tolerance.Precision) -> float:
     """The budget of the position, or what a tip does anywhere in the sequence."""
     assert scores.roundings is not None
-    floors = np.array(scores.roundings["decode_logprob_error"]).max(0)
     if not precision.has_ties:
         worsts = [max(one) for one in scores.roundings["decode_logprob_error"]]
         return tolerance.FP32_FACTOR * tolerance.fp32_floor(worsts)
+    floors = np.array(scores.roundings["decode_logprob_error"]).max(0)
     magnitude = scores.reference.max_abs_logit[position]
     step = float(tolerance.resolution(magnitude, precision.mantissa_bits))
     own = float(tolerance.budget("decode_logprob_error", floors[position], step))

@@ -51,14 +51,7 @@ def rescored(record: Record[Any], child: ReferenceChild) -> Record[Any]:
     assert before is not None
     assert corpus is not None
     checkpoint = child.checkpoint(settings.checkpoint.model_dump())
-    sequences = [
-        {
-            "prompt_token_ids": corpus.token_ids[one.prompt],
-            "token_ids": one.token_ids,
-            "top_token_ids": one.top_token_ids,
-        }
-        for one in observation.requests
-    ]
+    sequences = observation.sequences(corpus.token_ids)
     found = child.score(settings.precision, checkpoint, sequences).requests
     apart = max(
         float(np.max(metrics.logprob_error(old.reference.logprobs, new.reference.logprobs)))

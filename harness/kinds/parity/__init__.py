@@ -84,14 +84,7 @@ class Parity(Kind[ParitySettings, EngineObservation]):
         yield "observation", observation
         if checkpoint is None:
             return
-        sequences = [
-            {
-                "prompt_token_ids": frozen.token_ids[one.prompt],
-                "token_ids": one.token_ids,
-                "top_token_ids": one.top_token_ids,
-            }
-            for one in observation.requests
-        ]
+        sequences = observation.sequences(frozen.token_ids)
         with workshop.timed("reference"):
             yield "reference", reference.score(settings.precision, checkpoint, sequences)
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from harness.evidence.base import Evidence, Observation
 from harness.evidence.engine import EngineFacts
@@ -51,3 +52,18 @@ class EngineObservation(Observation):
     steps: list[Step]
     run_s: float
     repetitions: RepetitionsOfRounds = []  # of rounds with several times; the rest is of their first
+
+    def sequences(self, prompts: Mapping[str, list[int]]) -> list[dict[str, Any]]:
+        """Return what the reference is to score, a sequence a request (scoring/client.py).
+
+        Args:
+            prompts: token ids by name.
+        """
+        return [
+            {
+                "prompt_token_ids": prompts[one.prompt],
+                "token_ids": one.token_ids,
+                "top_token_ids": one.top_token_ids,
+            }
+            for one in self.requests
+        ]
