@@ -190,7 +190,8 @@ def test_bf16_is_near_fp32(vectors):
     assert 1e-4 < error < 0.1  # rounding gives 0.03; another model 2
 
 
-def test_simulated_fp8_rounds_the_quantized_linears_and_can_be_undone(vectors):
+@pytest.mark.parametrize("scale", ["channel", "tensor"])
+def test_simulated_fp8_rounds_the_quantized_linears_and_can_be_undone(vectors, scale):
     ids = prompt(vectors, "prompt0")
     plain = vectors.model(ids).logits
     quantized = {n for n, m in vectors.model.named_modules() if isinstance(m, QuantizableLinear)}
@@ -198,9 +199,9 @@ def test_simulated_fp8_rounds_the_quantized_linears_and_can_be_undone(vectors):
     assert {kind for kind in kinds for name in quantized if name.endswith(kind)} == kinds
     assert not [name for name in quantized if "shared_expert" in name or "latent" in name]
 
-    vectors.model.simulate_fp8()
+    vectors.model.simulate_fp8(scale)
     rounded = vectors.model(ids).logits
-    vectors.model.simulate_fp8(False)
+    vectors.model.simulate_fp8(None)
     error = (rounded.log_softmax(-1) - plain.log_softmax(-1)).abs().mean()
     assert 1e-2 < error < 0.6  # rounding gives 0.15 to 0.25; another model 2
     assert torch.equal(vectors.model(ids).logits, plain)
@@ -215,6 +216,14 @@ def test_fp8_rounding_keeps_three_bits_and_each_rows_largest_value():
     error = (rounded - x).abs() / x.abs()
     assert error[normal].max() <= 2**-4
     assert torch.allclose(fp8_round(rounded), rounded, rtol=1e-6)
+
+
+def test_a_scale_decides_where_in_a_binade_a_value_is_rounded():
+    x = torch.tensor([[448.0, -3.3], [1.0, 0.3]])
+    # 3.3 has neighbours 3.25 and 3.5. 0.3 has 0.28125 and 0.3125 by the scale of 448, 128/448 by its own.
+    assert fp8_round(x, per_tensor=True).tolist() == [[448.0, -3.25], [1.0, 0.3125]]
+    assert fp8_round(x)[1].tolist() == pytest.approx([1.0, 128 / 448])
+    assert fp8_round(x[1], headroom=448.0)[1].item() == 0.3125
 
 
 def test_every_fault_of_a_checkpoint_is_listed(tmp_path):

@@ -56,7 +56,27 @@ def test_another_order_of_sums_is_off_by_fp32s_rounding(checkpoint):
         assert 1e-7 < error < 1e-4
 
 
-@pytest.mark.parametrize(("precision", "references"), [("fp32", 2), ("bf16", 5), ("fp8", 5)])
+def test_company_moves_what_experts_are_given_and_nothing_else(checkpoint):
+    model = load_reference(checkpoint())
+    model.simulate_fp8("tensor")
+    alone = logprobs(model)
+    draw = torch.Generator()
+    rounding.in_company(model, draw)
+    draw.manual_seed(1)
+    assert not torch.equal(logprobs(model), alone)
+    widened = {
+        name for name, one in model.named_modules() if torch.is_tensor(one.__dict__.get("headroom"))
+    }
+    assert widened
+    assert all(".local_experts." in name for name in widened)
+    for name in widened:
+        headroom = model.get_submodule(name).headroom
+        assert 1 <= headroom.min() <= headroom.max() < 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "references"), [("fp32", 2), ("bf16", 5), ("fp8", 5), ("fp8load", 5)]
+)
 def test_scores_hold_what_each_reference_is_off_at_each_token(
     checkpoint, tmp_path, precision, references
 ):

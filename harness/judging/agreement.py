@@ -68,7 +68,7 @@ def findings(precision: tolerance.Precision, pairs: Pairs, tokens: Tokens) -> It
             yield Finding(
                 metric=metric, observed=observed, budget=limit, floor=floor, passed=passed
             )
-    if precision.has_ties and precision.per_position:
+    if precision.has_ties:
         yield _share_finding("share_past_floor", positions.past_floor())
         yield _share_finding("share_past_budget", positions.past_budget())
 
@@ -210,14 +210,10 @@ def past_positions(precision: tolerance.Precision, pairs: Pairs) -> dict[tuple[s
 
 
 def _limits(precision: tolerance.Precision, metric: str, cell: Positions) -> metrics.Array:
-    """Return the limit of each position, (T,): its own, or the cell's where positions have none."""
-    if not precision.has_ties:
-        return np.full_like(cell.steps, _fp32_limit(cell))
-    if precision.per_position:
+    """Return the limit of each position, (T,): in FP32, where no rounding tips, one for all."""
+    if precision.has_ties:
         return cell.budgets(metric)
-    resolution = float(tolerance.metric_resolution(metric, cell.steps).max())
-    limit = tolerance.budget(metric, float(cell.roundings[metric].max()), resolution)
-    return np.full_like(cell.steps, limit)
+    return np.full_like(cell.steps, _fp32_limit(cell))
 
 
 def _fp32_limit(cell: Positions) -> float:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,20 +58,15 @@ class Precision:
 
     dtype: str  # vLLM's model dtype
     mantissa_bits: int  # stored bits of the dtype in which logits leave the model
-    simulate_fp8: bool  # the port rounds the quantized modules' weights and inputs to E4M3
+    fp8_scale: Literal["channel", "tensor"] | None  # of the weights that the port rounds to E4M3
     has_ties: bool  # whether rounding may decide between two tokens
-    per_position: bool = (
-        True  # whether the references round as the engine does, position by position
-    )
 
 
 PRECISIONS = {
-    "fp32": Precision("float32", 23, simulate_fp8=False, has_ties=False),
-    "bf16": Precision("bfloat16", 7, simulate_fp8=False, has_ties=True),
-    "fp8": Precision("bfloat16", 7, simulate_fp8=True, has_ties=True),
-    # On load, vLLM scales a tensor where a checkpoint, and the port, scale a channel: as large errors,
-    # at other positions.
-    "fp8load": Precision("bfloat16", 7, simulate_fp8=True, has_ties=True, per_position=False),
+    "fp32": Precision("float32", 23, fp8_scale=None, has_ties=False),
+    "bf16": Precision("bfloat16", 7, fp8_scale=None, has_ties=True),
+    "fp8": Precision("bfloat16", 7, fp8_scale="channel", has_ties=True),
+    "fp8load": Precision("bfloat16", 7, fp8_scale="tensor", has_ties=True),
 }
 
 

@@ -38,7 +38,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -335,15 +335,16 @@ class Metis16ForCausalLM(PreTrainedModel, GenerationMixin):
             previous = c
         return S, streams, continuation
 
-    def simulate_fp8(self, enabled: bool = True) -> None:
-        """Compute, from now on, what an FP8 checkpoint of these weights computes.
+    def simulate_fp8(self, scale: Literal["channel", "tensor"] | None = "channel") -> None:
+        """Compute, from now on, what these weights compute in FP8; None ends it.
 
-        Rounded are the linears that such checkpoints quantize: routed experts, Mamba in_proj,
-        attention qkv and out; the rest stays as it is.
+        Rounded are the linears that FP8 checkpoints quantize: routed experts, Mamba in_proj, attention
+        qkv and out; the rest stays as it is. Such a checkpoint has a scale for each output channel,
+        and vLLM, where it rounds on load, one for each tensor.
         """
         for module in self.modules():
             if isinstance(module, QuantizableLinear):
-                module.simulate_fp8 = enabled
+                module.simulate_fp8(scale)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -9,6 +9,7 @@ reference's docstring. Checkpoints carry this file unchanged, as part of their r
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +18,35 @@ from torch import Tensor, nn
 from .configuration_metis16 import Metis16Config
 
 
-def fp8_round(x: Tensor) -> Tensor:
-    """Return x in FP32 after a round trip through FP8 E4M3, one scale (amax / 448) per row."""
+def fp8_round(x: Tensor, per_tensor: bool = False, headroom: Tensor | float = 1.0) -> Tensor:
+    """Return x in FP32 after a round trip through FP8 E4M3.
+
+    Args:
+        per_tensor: one scale (amax / 448) for all of x, not one per row.
+        headroom: 1 and more, (..., 1): times the scale that x itself needs.
+    """
     x = x.float()
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    amax = x.abs().amax(() if per_tensor else -1, keepdim=True).clamp(min=1e-12)
+    scale = amax * headroom / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 class QuantizableLinear(nn.Linear):
-    """A linear that FP8 checkpoints quantize: weights per output channel, activations per token."""
+    """A linear that FP8 quantizes: weights per output channel or as a whole, activations per token."""
 
-    simulate_fp8 = False
+    headroom: Tensor | float = 1.0  # of the activations' scales
+    rounded_weight: Tensor | None = None  # (out, in), FP32
+
+    def simulate_fp8(self, scale: Literal["channel", "tensor"] | None) -> None:
+        """Compute from now on what FP8 weights with one scale a channel, or for all, compute."""
+        self.rounded_weight = None
+        if scale is not None:
+            self.rounded_weight = fp8_round(self.weight.detach(), per_tensor=scale == "tensor")
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.simulate_fp8:
+        if self.rounded_weight is None:
             return super().forward(x)
-        return F.linear(fp8_round(x), fp8_round(self.weight)).to(x.dtype)
+        return F.linear(fp8_round(x, headroom=self.headroom), self.rounded_weight).to(x.dtype)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, block: int = 512) -> Tensor:

@@ -24,7 +24,7 @@ from harness.matrices.expand import Cell, Matrix
 from harness.matrices.file import Estimate
 
 _CORES_OF_AN_ENGINE = (
-    1.5  # on a card: one that starts keeps one core busy, its reference child half
+    1.2  # on a card: one that starts keeps a core busy, and waits while its reference child does
 )
 # Below: one H200, ten engines at once on 16 cores, nothing cached.
 _COMPILED_START = 1.5  # over an eager one: 195 s and 126 s

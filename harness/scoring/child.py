@@ -38,7 +38,8 @@ from harness.scoring.replies import Checkpoint, Rendering, Scored
 from harness.scoring.scores import prompt_floor, roundings, score
 
 _SEED = 1
-_PASSES = [_SEED, rounding.JITTERED, rounding.ORDERS]  # what else decides what is on the disk
+_PASSES = [_SEED, rounding.JITTERED, rounding.ORDERS, "FP8 on load: a scale a tensor"]
+"""What else decides what is on the disk."""
 _TOKENS_AT_ONCE = 4096  # of rows of one pass: a scan holds (heads, 256, 256) values a row
 
 
@@ -161,13 +162,16 @@ def _reordered(folder: str, parts: int, chunk: int) -> Metis16ForCausalLM:
 @functools.lru_cache(maxsize=2)
 def _jittered(folder: str, precision_name: str) -> tuple[Metis16ForCausalLM, torch.Generator]:
     model = _load(folder, precision_name)
-    return model, rounding.jitter(model)
+    draw = rounding.jitter(model)
+    if precision(precision_name).fp8_scale == "tensor":
+        rounding.in_company(model, draw)
+    return model, draw
 
 
 def _load(folder: str, precision_name: str) -> Metis16ForCausalLM:
     wanted = precision(precision_name)
     model = load_reference(folder, dtype=getattr(torch, wanted.dtype))
-    model.simulate_fp8(wanted.simulate_fp8)
+    model.simulate_fp8(wanted.fp8_scale)
     return model
 
 

@@ -6,6 +6,8 @@ elsewhere. How far that carries at a position is measured by references that do 
 
     jitter   in a served dtype of few bits: one value in twelve of what a module returns is moved to the
              next number, up or down. That adds the variance of one rounding to each that there is.
+    company  in FP8 on load, too: vLLM scales what goes into its experts by the largest value of all
+             tokens in the batch. Whose that is decides where in a binade a value is rounded.
     reorder  in FP32: every linear sums its terms in interleaved parts, and Mamba's scan in other chunks.
 
 Hooks and instance attributes of a loaded model: the reference's own files, which checkpoints carry as
@@ -58,6 +60,22 @@ def _bytes(count: int, draw: torch.Generator) -> Tensor:
     """Return random bytes, (count,), eight from one draw: drawing took a fifth of a pass."""
     words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None, generator=draw)
     return words.view(torch.uint8)[:count]
+
+
+def in_company(model: nn.Module, draw: torch.Generator) -> None:
+    """Scale what goes into routed experts from here on as if other tokens had larger values.
+
+    Args:
+        draw: what each token's scale is drawn from, evenly over a binade: by how much further it goes
+            decides no digit.
+    """
+
+    def widen(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        module.headroom = torch.exp2(torch.rand(*inputs[0].shape[:-1], 1, generator=draw))
+
+    for name, module in model.named_modules():
+        if ".local_experts." in name and isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(widen)
 
 
 def reorder(model: nn.Module, parts: int, chunk: int) -> None:

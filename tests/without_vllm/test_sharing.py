@@ -34,7 +34,7 @@ def on(monkeypatch):
 @pytest.mark.parametrize(
     ("cores", "free_gb", "engines", "expected"),
     [
-        (16, 150, 60, 10),  # an H200 and its host
+        (16, 150, 60, 13),  # an H200 and its host
         (128, 150, 60, 50),
         (16, 12, 60, 4),  # a small card
         (16, 150, 2, 2),
@@ -51,7 +51,7 @@ def test_card_cores_and_engines_bound_the_processes(
 
 def test_the_figures_are_told(gpu_parity, on):
     on(16, 150)
-    why = "16 cores: 10, 150 GB free on the card at 3.0 an engine: 50, 60 engines: 60"
+    why = "16 cores: 13, 150 GB free on the card at 3.0 an engine: 50, 60 engines: 60"
     assert sharing.share([gpu_parity], 60).why == why
 
 
