@@ -20,15 +20,18 @@ from typing import Any
 import psutil
 
 from harness import machine
+from harness.checkpoints.shapes import SHAPES
+from harness.judging.tolerance import precision
 from harness.matrices.expand import Cell, Matrix
 from harness.matrices.file import Estimate
 
-_CORES_OF_AN_ENGINE = (
-    1.2  # on a card: one that starts keeps a core busy, and waits while its reference child does
-)
-# Below: one H200, ten engines at once on 16 cores, nothing cached.
-_COMPILED_START = 1.5  # over an eager one: 195 s and 126 s
-_REFERENCE_TOKEN_S = 0.005  # the reference's pass, on one core; 3.5 ms on one that is free
+# Measured on one H200, 13 engines at once on 16 cores, nothing cached.
+_COMPILED_START = 3.0  # over an eager one: 100 s and 30 s
+_EAGER_CELL = 2.0  # over a captured one
+_LARGE_CELL = 15.0  # over one of `tiny`
+_REFERENCE_TOKEN_S = 0.004  # of one pass on one core, of a model that is 512 wide
+_REFERENCES = {False: 3, True: 6}  # passes over each token, whether the precision has ties or not
+_BLOCK_TOKENS = 400  # of the prefix cache, for what is given in blocks: 144 to 544
 _LARGE = ("logos", "praxis")
 _USUAL = Estimate(engine_start_s=30, cell_s=10, memory_bytes=3_000_000_000)
 
@@ -54,7 +57,7 @@ def share(matrices: Sequence[Matrix], groups: int) -> Share:
     if free_bytes is None:
         free_bytes = psutil.virtual_memory().available
     limits = {
-        f"{cores} cores": int(cores / _CORES_OF_AN_ENGINE) if on_card else cores,
+        f"{cores} cores": cores,  # each keeps one busy: its engine or its reference child
         f"{free_bytes / 1e9:.0f} GB free {'on the card' if on_card else 'in memory'} "
         f"at {engine_bytes / 1e9:.1f} an engine": free_bytes // engine_bytes,
         f"{groups} engines": groups,
@@ -73,7 +76,7 @@ def ordered(matrix: Matrix, groups: Mapping[str, Sequence[Cell]], processes: int
     names = sorted(groups, key=lambda name: -_seconds(matrix, groups[name]))
     taught = [name for name in names if _checkpoint(groups[name]).get("taught")]
     others = [name for name in names if name not in taught]
-    large = [name for name in others if _checkpoint(groups[name]).get("shape") in _LARGE]
+    large = [name for name in others if _is_large(groups[name])]
     small = [name for name in others if name not in large]
     at_first = 2 * processes - 1
     order = [*taught[:1], *small[:at_first], *taught[1:], *small[at_first:]]
@@ -86,23 +89,34 @@ def ordered(matrix: Matrix, groups: Mapping[str, Sequence[Cell]], processes: int
 
 
 def _seconds(matrix: Matrix, cells: Sequence[Cell]) -> float:
-    """What a group should take: its engine's start, its cells, the reference over its prompts."""
+    """What a group should take: its engine's start, its cells, the references over its prompts."""
     usual = matrix.estimate or _USUAL
     args = cells[0].written.get("engine", {}).get("args", {})
     compiled = args.get("enforce_eager") is False
+    start_s = usual.engine_start_s * (_COMPILED_START if compiled else 1.0)
+    cell_s = usual.cell_s * (1.0 if compiled else _EAGER_CELL)
+    if _is_large(cells):
+        cell_s *= _LARGE_CELL
+    return start_s + cell_s * len(cells) + _reference_seconds(matrix, cells)
+
+
+def _reference_seconds(matrix: Matrix, cells: Sequence[Cell]) -> float:
+    served = cells[0].written.get("precision")
+    if served is None or _is_large(cells):
+        return 0.0  # no reference runs
     prompts = {name for cell in cells for name in cell.settings.prompt_names}
-    lengths = [
-        part.random.length
-        for name in prompts
-        for part in matrix.prompts[name]
-        if part.random is not None
-    ]
-    tokens = sum(length for length in lengths if isinstance(length, int))
-    return (
-        usual.engine_start_s * (_COMPILED_START if compiled else 1.0)
-        + usual.cell_s * len(cells)
-        + _REFERENCE_TOKEN_S * tokens
+    parts = [part.random for name in prompts for part in matrix.prompts[name]]
+    lengths = [part.length for part in parts if part is not None]
+    tokens = sum(
+        length if isinstance(length, int) else length.blocks * _BLOCK_TOKENS + length.plus
+        for length in lengths
     )
+    width = SHAPES[_checkpoint(cells)["shape"]]["hidden_size"] / 512
+    return _REFERENCE_TOKEN_S * width * _REFERENCES[precision(served).has_ties] * tokens
+
+
+def _is_large(cells: Sequence[Cell]) -> bool:
+    return _checkpoint(cells).get("shape") in _LARGE
 
 
 def _checkpoint(cells: Sequence[Cell]) -> Mapping[str, Any]:

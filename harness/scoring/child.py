@@ -2,11 +2,12 @@
 """The reference child: builds checkpoints, renders chats, scores tokens with the port.
 
 Run as `python -m harness.scoring.child CONFIG` by harness/scoring/client.py, so that neither torch
-nor a model lives in the process of pytest. Scoring is teacher-forced: one forward pass of the port
-over the prompt and the candidate's tokens gives, for each generated position, the distribution after
-the same prefix. References that differ in rounding only (harness/scoring/rounding.py) say what the
-served precision errs by there, and inside the prompt. Passes are kept on disk by the content that
-determines them, because most cells of a matrix generate the same tokens.
+nor a model lives in the process of pytest. Scoring is teacher-forced: a forward pass of the port over the
+candidate's tokens, from the state after the prompt, gives the distribution after the same prefix for
+each generated position. References that differ in rounding only (harness/scoring/rounding.py) say what
+the served precision errs by there, and inside the prompt. Passes are kept on disk by the content that
+determines them, because most cells of a matrix generate the same tokens; where a near tie is decided
+otherwise, the prompt at least has been read.
 """
 
 from __future__ import annotations
@@ -32,15 +33,21 @@ from harness.evidence.scores import PromptFloor, RequestScores
 from harness.files import digest
 from harness.judging.tolerance import precision
 from harness.process import child_loop
-from harness.reference.modeling_metis16 import Metis16ForCausalLM, load_reference
+from harness.reference.modeling_metis16 import (
+    Metis16Cache,
+    Metis16ForCausalLM,
+    load_reference,
+)
 from harness.scoring import rounding
 from harness.scoring.replies import Checkpoint, Rendering, Scored
 from harness.scoring.scores import prompt_floor, roundings, score
 
 _SEED = 1
-_PASSES = [_SEED, rounding.JITTERED, rounding.ORDERS, "FP8 on load: a scale a tensor"]
+_PASSES = [_SEED, rounding.JITTERED, rounding.ORDERS, "scale a tensor", "go on from prompts", 64]
 """What else decides what is on the disk."""
 _TOKENS_AT_ONCE = 4096  # of rows of one pass: a scan holds (heads, 256, 256) values a row
+_JITTERED_CHUNK = 64  # a sixth less work than with 256
+_PROMPTS = 40  # whose states are kept, of `tiny` with 1000 tokens 22 MB each
 
 
 class Scorer:
@@ -107,6 +114,74 @@ class Scorer:
         )
 
 
+class _Reader:
+    """A reference that has read a prompt: sequences that begin with it go on from there.
+
+    Args:
+        prompt: token ids.
+        rows: of a batch whose rows differ by what jitter draws.
+        draw, seed: what jitter is drawn from, and how it begins.
+
+    Attributes:
+        inside: logits before each token of the prompt but the first, (rows, n - 1, V), until taken.
+    """
+
+    def __init__(
+        self,
+        model: Metis16ForCausalLM,
+        prompt: list[int],
+        rows: int = 1,
+        draw: torch.Generator | None = None,
+        seed: int = _SEED,
+    ):
+        self._model, self._rows, self._draw, self._seed = model, rows, draw, seed
+        self._cache = Metis16Cache()
+        logits = self._logits(prompt, self._cache)
+        self.inside, self._last = logits[:, :-1], logits[:, -1:].clone()
+        for state in self._cache.states.values():  # views of what was computed on the way
+            state |= {name: tensor.clone() for name, tensor in state.items()}
+
+    def before(self, tokens: list[int]) -> Tensor:
+        """Return the logits before each of these tokens, (rows, T, V), FP32."""
+        if len(tokens) == 1:
+            return self._last
+        cache = Metis16Cache()
+        cache.states = {place: dict(state) for place, state in self._cache.states.items()}
+        return torch.cat([self._last, self._logits(tokens[:-1], cache)], dim=1)
+
+    @torch.inference_mode()
+    def _logits(self, token_ids: list[int], cache: Metis16Cache) -> Tensor:
+        if self._draw is not None:
+            self._draw.manual_seed(self._seed)
+        ids = torch.tensor(token_ids).expand(self._rows, -1)
+        logits: Tensor = self._model(ids, past_key_values=cache).logits
+        return logits
+
+
+@functools.lru_cache(maxsize=_PROMPTS)
+def _read(
+    folder: str, precision_name: str, prompt: tuple[int, ...]
+) -> tuple[list[_Reader], PromptFloor]:
+    """Return the FP32 reference and those that differ in rounding, after a prompt, and its floor."""
+    token_ids = list(prompt)
+    readers = [_Reader(_port(folder, "fp32"), token_ids)]
+    if precision(precision_name).has_ties:
+        readers.append(_Reader(_port(folder, precision_name), token_ids))
+        model, draw = _jittered(folder, precision_name)
+        rows = max(1, min(rounding.JITTERED, _TOKENS_AT_ONCE // len(token_ids)))
+        for first in range(0, rounding.JITTERED, rows):
+            batch = min(rows, rounding.JITTERED - first)
+            readers.append(_Reader(model, token_ids, batch, draw, _SEED + first))
+    else:
+        orders = (_reordered(folder, *order) for order in rounding.ORDERS)
+        readers += [_Reader(model, token_ids) for model in orders]
+    reference, *others = (row for reader in readers for row in reader.inside)
+    floor = prompt_floor(reference, others)
+    for reader in readers:
+        del reader.inside
+    return readers, floor
+
+
 def _passes(
     folder: str, precision_name: str, prompt: list[int], tokens: list[int]
 ) -> tuple[dict[str, Tensor], str]:
@@ -115,36 +190,10 @@ def _passes(
     Returns:
         `reference`, and by their number those that differ in rounding only; the floor as JSON.
     """
-    inside = len(prompt) - 1  # positions whose next token belongs to the prompt
-    token_ids = torch.tensor(prompt + tokens[:-1])
-    reference = _logits(_port(folder, "fp32"), token_ids[None])[0]
-    others = _others(folder, precision_name, token_ids)
-    floor = prompt_floor(reference[:inside], [other[:inside] for other in others])
+    readers, floor = _read(folder, precision_name, tuple(prompt))
+    reference, *others = torch.cat([reader.before(tokens) for reader in readers])
     passes = {"reference": reference, **{str(n): other for n, other in enumerate(others)}}
-    passes = {name: logits[inside:].contiguous() for name, logits in passes.items()}
-    return passes, floor.model_dump_json()
-
-
-def _others(folder: str, precision_name: str, token_ids: Tensor) -> list[Tensor]:
-    """Return logits (T, V) of the references that differ in rounding only, the plain port first."""
-    if not precision(precision_name).has_ties:
-        return [
-            _logits(_reordered(folder, *order), token_ids[None])[0] for order in rounding.ORDERS
-        ]
-    port = _logits(_port(folder, precision_name), token_ids[None])
-    model, draw = _jittered(folder, precision_name)
-    draw.manual_seed(_SEED)
-    rows = max(1, min(rounding.JITTERED, _TOKENS_AT_ONCE // len(token_ids)))
-    batches = torch.zeros(rounding.JITTERED).split(rows)
-    jittered = [_logits(model, token_ids.expand(len(batch), -1)) for batch in batches]
-    return list(torch.cat([port, *jittered]))
-
-
-@torch.inference_mode()
-def _logits(model: Metis16ForCausalLM, token_ids: Tensor) -> Tensor:
-    """Return logits (B, T, V), FP32, of sequences (B, T)."""
-    logits: Tensor = model(token_ids).logits
-    return logits.float()
+    return {name: one.contiguous() for name, one in passes.items()}, floor.model_dump_json()
 
 
 @functools.lru_cache(maxsize=4)
@@ -163,6 +212,7 @@ def _reordered(folder: str, parts: int, chunk: int) -> Metis16ForCausalLM:
 def _jittered(folder: str, precision_name: str) -> tuple[Metis16ForCausalLM, torch.Generator]:
     model = _load(folder, precision_name)
     draw = rounding.jitter(model)
+    rounding.scan_in_chunks(model, _JITTERED_CHUNK)
     if precision(precision_name).fp8_scale == "tensor":
         rounding.in_company(model, draw)
     return model, draw

@@ -85,10 +85,16 @@ def reorder(model: nn.Module, parts: int, chunk: int) -> None:
         parts: into so many sums, of every so-manieth term, falls each sum of a linear.
         chunk: tokens of one step of Mamba's scan.
     """
+    scan_in_chunks(model, chunk)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.forward = partial(_in_parts, module, parts)
-        elif isinstance(getattr(module, "chunk", None), int):
+
+
+def scan_in_chunks(model: nn.Module, chunk: int) -> None:
+    """Have Mamba's scan take so many tokens a step: the same result, but for rounding."""
+    for module in model.modules():
+        if isinstance(getattr(module, "chunk", None), int):
             module.chunk = chunk  # type: ignore[assignment]
 
 
