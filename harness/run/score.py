@@ -59,7 +59,7 @@ def rescored(record: Record[Any], child: ReferenceChild) -> Record[Any]:
     )
     if not apart <= _SAME_NATS:
         raise OtherCheckpointError(
-            f"{record.cell}: its checkpoint does not come out as it was: FP32 gives logprobs up to "
+            f"its checkpoint does not come out as it was: FP32 gives logprobs up to "
             f"{apart:.2g} nats from the recorded ones, expected {_SAME_NATS:g}; run the cell again"
         )
     reference = Reference(checkpoint_sha256=before.checkpoint_sha256, requests=found)
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             try:
                 scored.append(rescored(record, child))
             except (OtherCheckpointError, WorkerError) as fault:
-                faults.append(str(fault))
+                faults.append(f"{record.cell}: {fault}")
                 continue
             store.save(scored[-1], args.out)
             print(record.cell, scored[-1].verdict.verdict, flush=True)  # type: ignore[union-attr]

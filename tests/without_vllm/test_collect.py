@@ -106,6 +106,16 @@ def test_a_failed_cell_shows_no_traceback_of_the_harness(pytester, project):
     assert "def runtest" not in run(pytester).stdout.str()
 
 
+def test_a_run_in_which_cells_disagree_fails_though_each_passed(pytester, project):
+    project("fine")
+    found = "import harness.records.agree\nharness.records.agree.sentences = lambda _: ['odd one out: b']"
+    pytester.makeconftest(f"{CONFTEST}\n{found}")
+    result = run(pytester)
+    result.assert_outcomes(passed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*odd one out: b"])
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
