@@ -79,7 +79,8 @@ def engine(
     """Start an engine on the CPU with `args` over `ARGS`; it is gone when the block ends."""
     command = [sys.executable, "-m", "harness.kinds.parity.child"]
     config = {"model": str(model), "args": {**ARGS, **args}}
-    worker = Worker(command, config, folder, "engine", {**ENVIRONMENT, **environment})
+    env = {**ENVIRONMENT, **environment}
+    worker = Worker(command, config, folder, "engine", env, forked=True)
     try:
         yield Engine(worker, folder, worker.start(START_S))
     finally:

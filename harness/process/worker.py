@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import selectors
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from harness.evidence.record import FailureKind
 from harness.files import write_atomic
 from harness.process.child_loop import REPLY_FD
 from harness.process.group import ProcessGroup, tail_of
+from harness.process.nursery import nursery
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _LONGEST_ANSWER = 1 << 20  # bytes; answers name files, what is longer is not an answer
@@ -52,6 +54,7 @@ class Worker:
         folder: where configuration, log and job outputs go.
         name: the stem of those files.
         env: environment variables laid over this process's own.
+        forked: fork it from a process that has done its imports; for `python -m`, without a card.
     """
 
     def __init__(
@@ -61,11 +64,13 @@ class Worker:
         folder: Path,
         name: str,
         env: Mapping[str, str],
+        forked: bool = False,
     ):
         self.log = folder / f"{name}.log"
         self._command = [*command, str(folder / f"{name}.config.json")]
         self._config = config
         self._env = {**os.environ, **env}
+        self._forked = forked and self._command[:2] == [sys.executable, "-m"]
         self._child: ProcessGroup | None = None
         self._answers: int | None = None
         self._pending = b""
@@ -87,15 +92,10 @@ class Worker:
         self._busy = True  # until its answer is here: one left in the middle is killed, not asked
         read_end, write_end = os.pipe()
         try:
-            self._child = ProcessGroup(
-                self._command,
-                self.log,
-                {**self._env, REPLY_FD: str(write_end)},
-                append=True,
-                cwd=_REPOSITORY,
-                listens=True,
-                pass_fds=(write_end,),
-            )
+            self._child = self._begin(write_end, timeout_s)
+        except TimeoutError as error:
+            os.close(read_end)
+            raise WorkerError("start_timeout", str(error), tail_of(self.log)) from error
         except BaseException:
             os.close(read_end)
             raise
@@ -181,6 +181,21 @@ class Worker:
         if self._answers is not None:
             os.close(self._answers)
             self._answers = None
+
+    def _begin(self, reply: int, timeout_s: float) -> ProcessGroup:
+        if self._forked:
+            _, _, module, *arguments = self._command
+            found = nursery(module, self._env)
+            return found.spawn(arguments, self.log, self._env, (REPLY_FD, reply), timeout_s)
+        return ProcessGroup(
+            self._command,
+            self.log,
+            {**self._env, REPLY_FD: str(reply)},
+            append=True,
+            cwd=_REPOSITORY,
+            listens=True,
+            pass_fds=(reply,),
+        )
 
     def _send(self, message: Mapping[str, Any]) -> None:
         stdin = self._started().stdin

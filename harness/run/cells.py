@@ -220,6 +220,7 @@ class CellRunner:
             self._folder / _LOGS,
             cell.group,
             {**self._env, **own, **cell.settings.environment},
+            forked=not self._environment.cards,
         )
         with self._timed("engine_start"):
             try:
