@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from harness.reference.modeling_metis16 import load_reference
-from harness.scoring import rounding
+from harness.scoring import child, rounding
 from harness.scoring.child import Scorer
 
 TOKENS = torch.arange(3, 19)[None]
@@ -54,6 +54,18 @@ def test_another_order_of_sums_is_off_by_fp32s_rounding(checkpoint):
         rounding.reorder(model, parts, chunk)
         error = (logprobs(model) - exact).abs().max().item()
         assert 1e-7 < error < 1e-4
+
+
+def test_sequences_go_on_from_a_prompt_that_is_read_once(checkpoint):
+    prompt, folder = list(range(3, 300)), str(checkpoint())
+    child._read.cache_clear()
+    for tokens in ([7, 8, 9], [7, 10, 11, 12], [5]):
+        passes, _ = child._passes(folder, "bf16", prompt, tokens)
+        with torch.inference_mode():
+            whole = load_reference(folder)(torch.tensor([prompt + tokens[:-1]])).logits[0]
+        assert torch.allclose(passes["reference"], whole[len(prompt) - 1 :], atol=1e-4)
+        assert {one.shape for one in passes.values()} == {(len(tokens), whole.shape[-1])}
+    assert child._read.cache_info().misses == 1
 
 
 def test_company_moves_what_experts_are_given_and_nothing_else(checkpoint):

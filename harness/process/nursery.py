@@ -35,6 +35,7 @@ _READ_AT_IMPORT = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "LD_", "VLLM_", "TORCH
 """Beginnings of the names of variables that a library reads when it is imported."""
 _STANDING = 2  # nurseries at once; one takes 500 MB
 _LONGEST = 1 << 20  # bytes of a request
+_NUMBER = 4  # bytes of what a keeper tells
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -43,7 +44,12 @@ class ForkedGroup(ProcessGroup):
 
     def __init__(self, process: _ForkedProcess, log: Path) -> None:
         self.log = log
-        self._process = process  # type: ignore[assignment]
+        self._process: _ForkedProcess = process  # type: ignore[assignment]
+
+    def kill(self) -> None:
+        """Kill every process of the group, and let the first one's id go."""
+        super().kill()
+        self._process.release()
 
 
 class _ForkedProcess:
@@ -70,10 +76,13 @@ class _ForkedProcess:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-            told = os.read(self._status, 64)
-            os.close(self._status)
-            self.returncode = int(told) if told else -signal.SIGKILL  # its keeper was killed
+            told = _told(self._status)
+            self.returncode = -signal.SIGKILL if told is None else told  # its keeper was killed
         return self.returncode
+
+    def release(self) -> None:
+        """Have it reaped: until then no other process gets its id."""
+        os.close(self._status)
 
 
 class Nursery:
@@ -121,18 +130,22 @@ class Nursery:
         from_keeper, status = os.pipe()
         wanted = {"arguments": list(arguments), "environment": dict(environment), "reply": reply[0]}
         try:
-            with log.open("ab") as output:
-                files = [stdin, output.fileno(), reply[1], status]
-                socket.send_fds(self._socket, [json.dumps(wanted).encode()], files)
-        finally:
-            os.close(stdin)
-            os.close(status)
-        if not select.select([from_keeper], [], [], timeout_s)[0]:
-            raise TimeoutError(f"nothing was imported within {timeout_s:g} s")
-        pid = os.read(from_keeper, 32)
-        if not pid:
-            raise ConnectionError("the process that forks children is gone")
-        return ForkedGroup(_ForkedProcess(int(pid), from_keeper, to_child), log)
+            try:
+                with log.open("ab") as output:
+                    files = [stdin, output.fileno(), reply[1], status]
+                    socket.send_fds(self._socket, [json.dumps(wanted).encode()], files)
+            finally:
+                os.close(stdin)
+                os.close(status)
+            if not select.select([from_keeper], [], [], timeout_s)[0]:
+                raise TimeoutError(f"nothing was imported within {timeout_s:g} s")
+            if (pid := _told(from_keeper)) is None:
+                raise ConnectionError("the process that forks children is gone")
+        except BaseException:
+            os.close(from_keeper)
+            os.close(to_child)  # a child that comes all the same finds nobody, and ends
+            raise
+        return ForkedGroup(_ForkedProcess(pid, from_keeper, to_child), log)
 
     @property
     def alive(self) -> bool:
@@ -196,11 +209,26 @@ def _keep(module: str, wanted: dict[str, Any], files: list[int]) -> NoReturn:
         _be(module, wanted, *theirs)
     for file in theirs:
         os.close(file)
-    os.write(status, f"{child}\n".encode())
-    ending = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _tell(status, child)
+    ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
     with contextlib.suppress(BrokenPipeError):
-        os.write(status, str(ending).encode())
+        _tell(status, code)
+    released = select.poll()
+    released.register(status, 0)  # the other end is closed
+    released.poll()
     os._exit(0)
+
+
+def _tell(pipe: int, number: int) -> None:
+    os.write(pipe, number.to_bytes(_NUMBER, "little", signed=True))
+
+
+def _told(pipe: int) -> int | None:
+    """Return the next number from a pipe; None at its end."""
+    told = os.read(pipe, _NUMBER)
+    return int.from_bytes(told, "little", signed=True) if told else None
 
 
 def _be(module: str, wanted: dict[str, Any], stdin: int, output: int, reply: int) -> NoReturn:

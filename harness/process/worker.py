@@ -93,9 +93,10 @@ class Worker:
         read_end, write_end = os.pipe()
         try:
             self._child = self._begin(write_end, timeout_s)
-        except TimeoutError as error:
+        except (TimeoutError, ConnectionError) as error:  # of what was to fork it
             os.close(read_end)
-            raise WorkerError("start_timeout", str(error), tail_of(self.log)) from error
+            kind: FailureKind = "start_timeout" if isinstance(error, TimeoutError) else "crashed"
+            raise WorkerError(kind, str(error), tail_of(self.log)) from error
         except BaseException:
             os.close(read_end)
             raise

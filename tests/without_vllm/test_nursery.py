@@ -119,6 +119,33 @@ def test_imports_that_take_too_long_are_a_late_start(worker):
     assert late.value.kind == "start_timeout"
 
 
+def test_a_nursery_that_ends_while_it_imports_is_a_crash(worker, monkeypatch):
+    send = nursery.socket.send_fds
+
+    def send_and_kill(*arguments):
+        (own,) = nursery._nurseries.values()
+        os.kill(own._process.pid, signal.SIGSTOP)
+        send(*arguments)
+        os.kill(own._process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(nursery.socket, "send_fds", send_and_kill)
+    with pytest.raises(WorkerError, match="the process that forks children is gone") as crash:
+        worker().start(30)
+    assert crash.value.kind == "crashed"
+
+
+def test_its_id_is_no_other_process_until_it_is_let_go(worker, tmp_path):
+    one = worker()
+    one.start(30)
+    pid = one._child.pid
+    os.kill(pid, signal.SIGKILL)
+    assert one._child.wait(10)
+    assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    one.kill()
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], 10)
+    assert not psutil.pid_exists(pid)
+
+
 def test_a_nursery_that_is_gone_is_told_and_replaced(worker):
     worker("first").start(30)
     (own,) = nursery._nurseries.values()
