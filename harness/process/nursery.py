@@ -36,7 +36,8 @@ _READ_AT_IMPORT = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "LD_", "VLLM_", "TORCH
 _STANDING = 2  # nurseries at once; one takes 500 MB
 _LONGEST = 1 << 20  # bytes of a request
 _NUMBER = 4  # bytes of what a keeper tells
-_REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[2]
+"""Where children run."""
 
 
 class ForkedGroup(ProcessGroup):
@@ -102,7 +103,7 @@ class Nursery:
                 stdout=subprocess.DEVNULL,  # what imports say; a child that cannot import says it again
                 stderr=subprocess.DEVNULL,
                 env=dict(environment),
-                cwd=_REPOSITORY,
+                cwd=REPOSITORY,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

@@ -23,9 +23,8 @@ from harness.evidence.record import FailureKind
 from harness.files import write_atomic
 from harness.process.child_loop import REPLY_FD
 from harness.process.group import ProcessGroup, tail_of
-from harness.process.nursery import nursery
+from harness.process.nursery import REPOSITORY, nursery
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _LONGEST_ANSWER = 1 << 20  # bytes; answers name files, what is longer is not an answer
 _END_S = 20.0
 """Longest that an idle child may take to end by itself."""
@@ -193,7 +192,7 @@ class Worker:
             self.log,
             {**self._env, REPLY_FD: str(reply)},
             append=True,
-            cwd=_REPOSITORY,
+            cwd=REPOSITORY,
             listens=True,
             pass_fds=(reply,),
         )

@@ -59,7 +59,7 @@ def rescored(record: Record[Any], child: ReferenceChild) -> Record[Any]:
     )
     if not apart <= _SAME_NATS:
         raise OtherCheckpointError(
-            f"its checkpoint does not come out as it was: FP32 gives logprobs up to "
+            "its checkpoint does not come out as it was: FP32 gives logprobs up to "
             f"{apart:.2g} nats from the recorded ones, expected {_SAME_NATS:g}; run the cell again"
         )
     reference = Reference(checkpoint_sha256=before.checkpoint_sha256, requests=found)

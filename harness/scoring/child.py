@@ -43,10 +43,13 @@ from harness.scoring.replies import Checkpoint, Rendering, Scored
 from harness.scoring.scores import prompt_floor, roundings, score
 
 _SEED = 1
-_PASSES = [_SEED, rounding.JITTERED, rounding.ORDERS, "scale a tensor", "go on from prompts", 64]
+_JITTERED_CHUNK = 64  # a sixth less work than with 256
+_PASSES = [
+    *(_SEED, rounding.JITTERED, rounding.ORDERS),
+    *("scale a tensor", "go on from prompts", _JITTERED_CHUNK),
+]
 """What else decides what is on the disk."""
 _TOKENS_AT_ONCE = 4096  # of rows of one pass: a scan holds (heads, 256, 256) values a row
-_JITTERED_CHUNK = 64  # a sixth less work than with 256
 _PROMPTS = 40  # whose states are kept, of `tiny` with 1000 tokens 22 MB each
 
 
@@ -115,31 +118,30 @@ class Scorer:
 
 
 class _Reader:
-    """A reference that has read a prompt: sequences that begin with it go on from there.
+    """A reference that reads a prompt: sequences that begin with it go on from there.
 
     Args:
-        prompt: token ids.
         rows: of a batch whose rows differ by what jitter draws.
         draw, seed: what jitter is drawn from, and how it begins.
-
-    Attributes:
-        inside: logits before each token of the prompt but the first, (rows, n - 1, V), until taken.
     """
 
     def __init__(
         self,
         model: Metis16ForCausalLM,
-        prompt: list[int],
         rows: int = 1,
         draw: torch.Generator | None = None,
         seed: int = _SEED,
     ):
         self._model, self._rows, self._draw, self._seed = model, rows, draw, seed
         self._cache = Metis16Cache()
+
+    def read(self, prompt: list[int]) -> Tensor:
+        """Return the logits before each token of the prompt but the first, (rows, n - 1, V), FP32."""
         logits = self._logits(prompt, self._cache)
-        self.inside, self._last = logits[:, :-1], logits[:, -1:].clone()
+        self._last = logits[:, -1:].clone()
         for state in self._cache.states.values():  # views of what was computed on the way
             state |= {name: tensor.clone() for name, tensor in state.items()}
+        return logits[:, :-1]
 
     def before(self, tokens: list[int]) -> Tensor:
         """Return the logits before each of these tokens, (rows, T, V), FP32."""
@@ -164,22 +166,18 @@ def _read(
 ) -> tuple[list[_Reader], PromptFloor]:
     """Return the FP32 reference and those that differ in rounding, after a prompt, and its floor."""
     token_ids = list(prompt)
-    readers = [_Reader(_port(folder, "fp32"), token_ids)]
+    readers = [_Reader(_port(folder, "fp32"))]
     if precision(precision_name).has_ties:
-        readers.append(_Reader(_port(folder, precision_name), token_ids))
+        readers.append(_Reader(_port(folder, precision_name)))
         model, draw = _jittered(folder, precision_name)
         rows = max(1, min(rounding.JITTERED, _TOKENS_AT_ONCE // len(token_ids)))
         for first in range(0, rounding.JITTERED, rows):
             batch = min(rows, rounding.JITTERED - first)
-            readers.append(_Reader(model, token_ids, batch, draw, _SEED + first))
+            readers.append(_Reader(model, batch, draw, _SEED + first))
     else:
-        orders = (_reordered(folder, *order) for order in rounding.ORDERS)
-        readers += [_Reader(model, token_ids) for model in orders]
-    reference, *others = (row for reader in readers for row in reader.inside)
-    floor = prompt_floor(reference, others)
-    for reader in readers:
-        del reader.inside
-    return readers, floor
+        readers += [_Reader(_reordered(folder, *order)) for order in rounding.ORDERS]
+    reference, *others = (row for reader in readers for row in reader.read(token_ids))
+    return readers, prompt_floor(reference, others)
 
 
 def _passes(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Children that are forked after the imports are as those that import for themselves."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -103,8 +104,10 @@ def test_it_is_killed_with_what_it_started(worker, tmp_path):
     pids = [int(pid) for pid in os.read(reader, 100).split()]
     os.close(reader)
     assert len(pids) == 2
-    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    assert psutil.wait_procs(left, 10)[1] == []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(10)
+        assert not psutil.pid_exists(pid)
 
 
 def test_a_start_that_is_refused_says_why(worker):
@@ -134,16 +137,16 @@ def test_a_nursery_that_ends_while_it_imports_is_a_crash(worker, monkeypatch):
     assert crash.value.kind == "crashed"
 
 
-def test_its_id_is_no_other_process_until_it_is_let_go(worker, tmp_path):
+def test_its_id_is_no_other_process_until_it_is_let_go(worker):
     one = worker()
     one.start(30)
-    pid = one._child.pid
-    os.kill(pid, signal.SIGKILL)
+    child = psutil.Process(one._child.pid)
+    child.kill()
     assert one._child.wait(10)
-    assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert child.status() == psutil.STATUS_ZOMBIE
     one.kill()
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], 10)
-    assert not psutil.pid_exists(pid)
+    child.wait(10)
+    assert not psutil.pid_exists(child.pid)
 
 
 def test_a_nursery_that_is_gone_is_told_and_replaced(worker):
