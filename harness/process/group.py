@@ -9,26 +9,39 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 _TAIL_LINES = 40
+
+
+class Process(Protocol):
+    """What a group needs of its first process: as much of `subprocess.Popen`."""
+
+    pid: int
+    stdin: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        """Return its exit status, minus the signal's number where one ended it; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return that status when it has ended; subprocess.TimeoutExpired where it has not."""
 
 
 class ProcessGroup:
     """A process that was started, and whatever it starts.
 
     Args:
-        command: what to run.
+        process: the first one, whose id is the group's.
         log: file of its stdout and stderr.
-        env: its whole environment.
-        append: go on with the log instead of replacing it.
-        cwd: its working directory; None for this process's.
-        listens: whether it gets a pipe as stdin; else it finds nothing there.
-        pass_fds: file descriptors that it inherits.
     """
 
-    def __init__(
-        self,
+    def __init__(self, process: Process, log: Path) -> None:
+        self._process = process
+        self.log = log
+
+    @classmethod
+    def start(
+        cls,
         command: Sequence[str],
         log: Path,
         env: Mapping[str, str],
@@ -37,10 +50,20 @@ class ProcessGroup:
         cwd: Path | None = None,
         listens: bool = False,
         pass_fds: Sequence[int] = (),
-    ) -> None:
-        self.log = log
+    ) -> ProcessGroup:
+        """Start a process in a group of its own.
+
+        Args:
+            command: what to run.
+            log: file of its stdout and stderr.
+            env: its whole environment.
+            append: go on with the log instead of replacing it.
+            cwd: its working directory; None for this process's.
+            listens: whether it gets a pipe as stdin; else it finds nothing there.
+            pass_fds: file descriptors that it inherits.
+        """
         with log.open("ab" if append else "wb") as output:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
                 stdout=output,
@@ -50,6 +73,7 @@ class ProcessGroup:
                 pass_fds=tuple(pass_fds),
                 start_new_session=True,
             )
+        return cls(process, log)
 
     @property
     def pid(self) -> int:

@@ -6,7 +6,8 @@ A nursery imports a child's module once; each child is a fork of it that runs th
 does, in a session of its own, with the environment, files and arguments that it was given. One nursery
 serves the children whose environment is the same as far as imports read it.
 
-Not on a machine with a card: CUDA does not survive a fork.
+CUDA does not survive a fork, so a nursery whose imports touched a card says so instead of forking;
+vLLM's own do not, as its engines are forked too.
 
     this process ──arguments, environment, files──> nursery ──fork──> keeper ──fork──> child
                  <───────────── the child's pid, how it ended ────────── keeper
@@ -15,6 +16,7 @@ Not on a machine with a card: CUDA does not survive a fork.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -27,30 +29,50 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from harness.process.group import ProcessGroup
 
-_READ_AT_IMPORT = ("OMP_", "MKL_", "OPENBLAS_", "PYTHON", "LD_", "VLLM_", "TORCH", "TRITON_", "HF_")
+_READ_AT_IMPORT = (
+    *("HOME", "PATH", "PYTHON", "LD_", "TMPDIR", "XDG_"),
+    *(
+        "OMP_",
+        "MKL_",
+        "OPENBLAS_",
+        "CUDA_",
+        "NCCL_",
+        "HF_",
+        "PYTORCH_",
+        "TORCH",
+        "TRITON_",
+        "VLLM_",
+    ),
+)
 """Beginnings of the names of variables that a library reads when it is imported."""
 _STANDING = 2  # nurseries at once; one takes 500 MB
 _LONGEST = 1 << 20  # bytes of a request
 _NUMBER = 4  # bytes of what a keeper tells
+_NO_CHILD = 0  # told instead of its pid
+_CUDA_NOT_INITIALIZED = 3
 REPOSITORY = Path(__file__).resolve().parents[2]
 """Where children run."""
+
+
+class UnforkableError(Exception):
+    """What was imported cannot be shared by a fork."""
 
 
 class ForkedGroup(ProcessGroup):
     """A child of a nursery, under the interface of one that was started afresh."""
 
     def __init__(self, process: _ForkedProcess, log: Path) -> None:
-        self.log = log
-        self._process: _ForkedProcess = process  # type: ignore[assignment]
+        super().__init__(process, log)
+        self._forked = process
 
     def kill(self) -> None:
         """Kill every process of the group, and let the first one's id go."""
         super().kill()
-        self._process.release()
+        self._forked.release()
 
 
 class _ForkedProcess:
@@ -64,7 +86,7 @@ class _ForkedProcess:
 
     def __init__(self, pid: int, status: int, stdin: int) -> None:
         self.pid = pid
-        self.stdin = os.fdopen(stdin, "wb")
+        self.stdin: IO[bytes] | None = os.fdopen(stdin, "wb")
         self.returncode: int | None = None
         self._status = status
 
@@ -126,6 +148,7 @@ class Nursery:
         Raises:
             TimeoutError: the imports take longer.
             ConnectionError: the nursery is gone.
+            UnforkableError: the imports touched a card.
         """
         stdin, to_child = os.pipe()
         from_keeper, status = os.pipe()
@@ -142,6 +165,8 @@ class Nursery:
                 raise TimeoutError(f"nothing was imported within {timeout_s:g} s")
             if (pid := _told(from_keeper)) is None:
                 raise ConnectionError("the process that forks children is gone")
+            if pid == _NO_CHILD:
+                raise UnforkableError("its imports initialize CUDA, which no fork survives")
         except BaseException:
             os.close(from_keeper)
             os.close(to_child)  # a child that comes all the same finds nobody, and ends
@@ -165,7 +190,7 @@ _nurseries: dict[tuple[str, frozenset[tuple[str, str]]], Nursery] = {}
 
 def nursery(module: str, environment: Mapping[str, str]) -> Nursery:
     """Return the nursery of a module's children with that environment, started where there is none."""
-    read = {n: v for n, v in environment.items() if n == "PATH" or n.startswith(_READ_AT_IMPORT)}
+    read = {name: v for name, v in environment.items() if name.startswith(_READ_AT_IMPORT)}
     key = module, frozenset(read.items())
     found = _nurseries.pop(key, None)
     if found is None or not found.alive:
@@ -179,13 +204,16 @@ def nursery(module: str, environment: Mapping[str, str]) -> Nursery:
 def _main(module: str, fd: int) -> None:
     """Import, then fork a keeper for each request until the parent is gone."""
     _load(module)
+    forks = not _cuda_is_initialized()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave nothing behind
     with socket.socket(fileno=fd) as requests:
         while True:
             wanted, files, _, _ = socket.recv_fds(requests, _LONGEST, 4)
             if not wanted:
                 return
-            if os.fork() == 0:
+            if not forks:
+                _tell(files[-1], _NO_CHILD)
+            elif os.fork() == 0:
                 requests.close()
                 _keep(module, json.loads(wanted), files)
             for file in files:
@@ -198,6 +226,16 @@ def _load(module: str) -> None:
         package = hasattr(importlib.import_module(module), "__path__")
         if package:
             importlib.import_module(f"{module}.__main__")
+
+
+def _cuda_is_initialized() -> bool:
+    """Whether this process has initialized CUDA, by the driver: PyTorch knows only of its own part."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no card
+        return False
+    count = ctypes.c_int()
+    return driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED
 
 
 def _keep(module: str, wanted: dict[str, Any], files: list[int]) -> NoReturn:

@@ -23,7 +23,7 @@ from harness.evidence.record import FailureKind
 from harness.files import write_atomic
 from harness.process.child_loop import REPLY_FD
 from harness.process.group import ProcessGroup, tail_of
-from harness.process.nursery import REPOSITORY, nursery
+from harness.process.nursery import REPOSITORY, UnforkableError, nursery
 
 _LONGEST_ANSWER = 1 << 20  # bytes; answers name files, what is longer is not an answer
 _END_S = 20.0
@@ -53,7 +53,8 @@ class Worker:
         folder: where configuration, log and job outputs go.
         name: the stem of those files.
         env: environment variables laid over this process's own.
-        forked: fork it from a process that has done its imports; for `python -m`, without a card.
+        forked: fork it from a process that has done its imports, where it is a `python -m` and they
+            can be shared.
     """
 
     def __init__(
@@ -186,8 +187,12 @@ class Worker:
         if self._forked:
             _, _, module, *arguments = self._command
             found = nursery(module, self._env)
-            return found.spawn(arguments, self.log, self._env, (REPLY_FD, reply), timeout_s)
-        return ProcessGroup(
+            try:
+                return found.spawn(arguments, self.log, self._env, (REPLY_FD, reply), timeout_s)
+            except UnforkableError as error:
+                with self.log.open("a") as log:
+                    print(f"started afresh instead of forked: {error}", file=log)
+        return ProcessGroup.start(
             self._command,
             self.log,
             {**self._env, REPLY_FD: str(reply)},

@@ -220,7 +220,7 @@ class CellRunner:
             self._folder / _LOGS,
             cell.group,
             {**self._env, **own, **cell.settings.environment},
-            forked=not self._workshop.on_card,
+            forked=True,
         )
         with self._timed("engine_start"):
             try:

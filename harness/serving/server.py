@@ -143,7 +143,7 @@ class Server:
         Raises:
             ServerError: it died or was not ready in time; everything that it started is gone.
         """
-        self._group = ProcessGroup(self._command, self.log, self._environment)
+        self._group = ProcessGroup.start(self._command, self.log, self._environment)
         try:
             self._await_health(self._group)
         except BaseException:

@@ -4,9 +4,10 @@
 As the engine it does what the first prompt of a job's first round is called: `fine`, `wrong_token`,
 `nan`, `raise`, `hang`, `crash`, `killed`, `garbage`, `half`, `silent`. How it starts is in the
 environment variable FAKE_START. With FAKE_FIFO it writes its own and a grandchild's process id
-there before it hangs.
+there before it hangs. With TORCH_FAKE_CUDA its import has initialized a card's driver.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -15,12 +16,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel
 
 from harness.process import child_loop
 from tests.evidence import VOCABULARY, engine_facts, fake_observation, fake_scores
+
+if os.environ.get("TORCH_FAKE_CUDA"):
+    ctypes.CDLL = lambda name: SimpleNamespace(cuDeviceGetCount=lambda count: 0)  # type: ignore
 
 
 class Reply(BaseModel, extra="allow"):

@@ -115,6 +115,16 @@ def test_a_start_that_is_refused_says_why(worker):
         worker(FAKE_START="refuse").start(30)
 
 
+def test_a_child_whose_imports_touch_a_card_is_started_afresh(worker, tmp_path):
+    one = worker(TORCH_FAKE_CUDA="1")
+    one.start(30)
+    assert isinstance(one.run(job("fine"), tmp_path / "out.json", 30), str)
+    (own,) = nursery._nurseries.values()
+    assert psutil.Process(one._child.pid).ppid() == os.getpid()
+    assert own.alive
+    assert "started afresh instead of forked: its imports initialize CUDA" in one.log.read_text()
+
+
 def test_imports_that_take_too_long_are_a_late_start(worker):
     one = worker()
     with pytest.raises(WorkerError, match="nothing was imported within 0 s") as late:
