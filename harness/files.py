@@ -23,6 +23,11 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
+def kept_folder() -> Path:
+    """Return the folder of what outlives a run: METIS_CACHE, or ~/.cache/vllm-metis."""
+    return Path(os.environ.get("METIS_CACHE", Path.home() / ".cache/vllm-metis"))
+
+
 def digest(value: object) -> str:
     """Return the SHA-256 of a JSON value in canonical form."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

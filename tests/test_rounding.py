@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """References that differ in rounding only: they differ, by no more than that, and the same each time."""
 
+import os
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -86,27 +89,30 @@ def test_company_moves_what_experts_are_given_and_nothing_else(checkpoint):
         assert 1 <= headroom.min() <= headroom.max() < 2
 
 
+def job(checkpoint, precision="fp32"):
+    sequence = {
+        "prompt_token_ids": [3, 4, 5, 6],
+        "token_ids": [7, 8],
+        "top_token_ids": [[7, 9, 10], [8, 11, 12]],
+    }
+    return {
+        "do": "score",
+        "folder": str(checkpoint()),
+        "sha256": "0" * 64,
+        "precision": precision,
+        "sequences": [sequence],
+    }
+
+
 @pytest.mark.parametrize(
     ("precision", "references"), [("fp32", 2), ("bf16", 5), ("fp8", 5), ("fp8load", 5)]
 )
 def test_scores_hold_what_each_reference_is_off_at_each_token(
     checkpoint, tmp_path, precision, references
 ):
-    job = {
-        "do": "score",
-        "folder": str(checkpoint()),
-        "sha256": "0" * 64,
-        "precision": precision,
-        "sequences": [
-            {
-                "prompt_token_ids": [3, 4, 5, 6],
-                "token_ids": [7, 8],
-                "top_token_ids": [[7, 9, 10], [8, 11, 12]],
-            }
-        ],
-    }
-    (made,) = Scorer(tmp_path).handle(job).scores
-    (again,) = Scorer(tmp_path).handle(job).scores
+    wanted = job(checkpoint, precision)
+    (made,) = Scorer(tmp_path, tmp_path).handle(wanted).scores
+    (again,) = Scorer(tmp_path, tmp_path).handle(wanted).scores
     assert again == made
     errors = made.roundings["decode_logprob_error"]
     assert [len(one) for one in errors] == [2] * references
@@ -116,3 +122,30 @@ def test_scores_hold_what_each_reference_is_off_at_each_token(
         assert errors[0][1] == pytest.approx(first, rel=1e-3)
     assert made.prompt_floor.positions == 3
     assert made.prompt_floor.maximum["decode_logprob_error"] > 0
+
+
+def test_passes_are_made_again_by_other_code_and_read_again_by_the_same(
+    checkpoint, tmp_path, monkeypatch
+):
+    made = []
+
+    def passes(*arguments):
+        made.append(arguments)
+        return real(*arguments)
+
+    real = child._passes
+    monkeypatch.setattr(child, "_passes", passes)
+    for code, expected in (("one", 1), ("one", 1), ("another", 2), ("one", 2)):
+        monkeypatch.setattr(child, "_code_sha256", lambda code=code: code)
+        Scorer(tmp_path, tmp_path / "passes").handle(job(checkpoint))
+        assert len(made) == expected
+
+
+def test_passes_that_no_run_reads_go_after_a_week(checkpoint, tmp_path):
+    Scorer(tmp_path, tmp_path).handle(job(checkpoint))
+    (file,) = tmp_path.glob("*.safetensors")
+    for days, kept in ((6, True), (8, False)):
+        then = time.time() - days * 86400
+        os.utime(file, (then, then))
+        Scorer(tmp_path, tmp_path)
+        assert file.exists() == kept

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from harness.checkpoints import layout
 from harness.checkpoints.layout import draw, release_layout
 from harness.checkpoints.tokenizer import read_tokenizer, write_tokenizer
+from harness.files import kept_folder
 from harness.prompts.conversations import Turn, conversations
 from harness.reference import configuration_metis16, modeling_metis16, sublayers_metis16
 from harness.reference.configuration_metis16 import Metis16Config
@@ -81,7 +82,7 @@ def taught_weights(
     Raises:
         TeachingError: an answer is not reproduced with the margin wanted.
     """
-    cache = cache or Path(os.environ.get("METIS_CACHE", Path.home() / ".cache/vllm-metis"))
+    cache = cache or kept_folder()
     cache.mkdir(parents=True, exist_ok=True)
     lessons = _all_lessons(values["vocab_size"])
     path = cache / f"taught-{_fingerprint(values, seed, lessons)}.safetensors"

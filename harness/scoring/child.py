@@ -5,16 +5,19 @@ Run as `python -m harness.scoring.child CONFIG` by harness/scoring/client.py, so
 nor a model lives in the process of pytest. Scoring is teacher-forced: a forward pass of the port over the
 candidate's tokens, from the state after the prompt, gives the distribution after the same prefix for
 each generated position. References that differ in rounding only (harness/scoring/rounding.py) say what
-the served precision errs by there, and inside the prompt. Passes are kept on disk by the content that
-determines them, because most cells of a matrix generate the same tokens; where a near tie is decided
-otherwise, the prompt at least has been read.
+the served precision errs by there, and inside the prompt. Passes are kept on disk by what determines
+them, their code too, because most cells of a matrix generate the same tokens, as does the next run;
+where a near tie is decided otherwise, the prompt at least has been read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import inspect
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,11 @@ from harness.checkpoints.quantize import quantize_checkpoint
 from harness.checkpoints.tokenizer import read_tokenizer, render
 from harness.checkpoints.write import write_checkpoint
 from harness.evidence.scores import PromptFloor, RequestScores
-from harness.files import digest
+from harness.files import digest, sources_sha256
+from harness.judging import tolerance
 from harness.judging.tolerance import precision
 from harness.process import child_loop
+from harness.reference import modeling_metis16
 from harness.reference.modeling_metis16 import (
     Metis16Cache,
     Metis16ForCausalLM,
@@ -44,24 +49,26 @@ from harness.scoring.scores import prompt_floor, roundings, score
 
 _SEED = 1
 _JITTERED_CHUNK = 64  # a sixth less work than with 256
-_PASSES = [
-    *(_SEED, rounding.JITTERED, rounding.ORDERS),
-    *("scale a tensor", "go on from prompts", _JITTERED_CHUNK),
-]
-"""What else decides what is on the disk."""
+_KEPT_S = 7 * 86400  # passes that no run has read for a week go
 _TOKENS_AT_ONCE = 4096  # of rows of one pass: a scan holds (heads, 256, 256) values a row
 _PROMPTS = 40  # whose states are kept, of `tiny` with 1000 tokens 22 MB each
 
 
 class Scorer:
-    """Answers jobs; everything it makes lies under one cache folder.
+    """Answers jobs.
 
     Args:
-        cache: folder shared by all children of a run.
+        cache: folder of checkpoints, shared by all children of a run.
+        passes: folder of passes, shared by all runs of a user.
     """
 
-    def __init__(self, cache: Path):
-        self._cache = cache
+    def __init__(self, cache: Path, passes: Path):
+        self._cache, self._passes = cache, passes
+        passes.mkdir(parents=True, exist_ok=True)
+        for file in passes.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another child was first
+                if time.time() - file.stat().st_mtime > _KEPT_S:
+                    file.unlink()
 
     def handle(self, job: dict[str, Any]) -> BaseModel:
         """Answer one job by its `do`."""
@@ -95,11 +102,13 @@ class Scorer:
     def _score(self, job: dict[str, Any], sequence: dict[str, Any]) -> RequestScores:
         """Return the scores of one sequence, from the disk where the same passes were made before."""
         prompt, tokens = sequence["prompt_token_ids"], sequence["token_ids"]
-        key = digest([job["sha256"], job["precision"], prompt, tokens, _PASSES])
-        file = self._cache / "passes" / f"{key}.safetensors"
-        file.parent.mkdir(parents=True, exist_ok=True)
+        made_by = [torch.__version__, _code_sha256()]
+        key = digest([job["sha256"], job["precision"], prompt, tokens, made_by])
+        file = self._passes / f"{key}.safetensors"
         with FileLock(f"{file}.lock"):  # whoever else needs the same passes waits for them
-            if not file.exists():
+            if file.exists():
+                file.touch()
+            else:
                 passes, floor = _passes(job["folder"], job["precision"], prompt, tokens)
                 part = file.with_suffix(f".{os.getpid()}.part")
                 save_file(passes, part, metadata={"floor": floor})
@@ -223,6 +232,14 @@ def _load(folder: str, precision_name: str) -> Metis16ForCausalLM:
     return model
 
 
+@functools.cache
+def _code_sha256() -> str:
+    """Name the code that decides what a pass is."""
+    folders = (Path(inspect.getfile(module)).parent for module in (rounding, modeling_metis16))
+    files = [file for folder in folders for file in folder.glob("*.py")]
+    return sources_sha256([*files, Path(inspect.getfile(tolerance))])
+
+
 @functools.lru_cache(maxsize=4)
 def _tokenizer(folder: str) -> Any:
     return read_tokenizer(folder)
@@ -238,8 +255,10 @@ def _weights_sha256(folder: Path) -> str:
 
 
 def build(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
-    """Make the scorer of a run; `config` has the `cache` folder."""
-    return {"torch": torch.__version__}, Scorer(Path(config["cache"])).handle
+    """Make the scorer of a run; `config` has the folders `cache` and `passes`."""
+    return {"torch": torch.__version__}, Scorer(
+        Path(config["cache"]), Path(config["passes"])
+    ).handle
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from harness.evidence.scores import Reference
-from harness.files import digest
+from harness.files import digest, kept_folder
 from harness.process.worker import Worker
 from harness.scoring.replies import Checkpoint, Rendering, Scored
 
@@ -30,7 +30,7 @@ class ReferenceChild:
 
     Args:
         command: what to run.
-        cache: folder of what is made: checkpoints and forward passes.
+        cache: folder of the checkpoints that it makes; passes outlive the run, in `kept_folder`.
         logs: folder of its log and answers.
         env: environment variables laid over this process's own.
     """
@@ -89,7 +89,7 @@ class ReferenceChild:
         if self._worker is None or not self._worker.running:
             self._worker = Worker(
                 self._command,
-                {"cache": str(self._cache)},
+                {"cache": str(self._cache), "passes": str(kept_folder() / "passes")},
                 self._logs,
                 name,
                 {**self._env, "CUDA_VISIBLE_DEVICES": ""},

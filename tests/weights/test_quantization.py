@@ -117,7 +117,7 @@ def test_vllm_is_told_the_modules_whose_weights_are_not_float8(
 )
 def test_a_cell_is_served_the_quantization_that_it_names(tmp_path, wanted, out_proj):
     cell = {"shape": "tiny", "dtype": "float32", "seed": 1, "taught": False, "quantize": wanted}
-    reply = Scorer(tmp_path).handle({"do": "checkpoint", "checkpoint": cell})
+    reply = Scorer(tmp_path, tmp_path).handle({"do": "checkpoint", "checkpoint": cell})
     found = dtypes(Path(reply.served))
     assert {d for name, d in found.items() if name.endswith("out_proj.weight")} == {out_proj}
     assert ("float8_e4m3fn" in found.values()) == (wanted != "none")
