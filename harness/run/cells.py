@@ -38,6 +38,7 @@ CHILD_ENV = {
     "DO_NOT_TRACK": "1",
     "PYTHONHASHSEED": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    "TRITON_CACHE_AUTOTUNING": "1",  # what one engine found is read by the next
 }
 CHILDREN: dict[str, Sequence[str]] = {
     **{name: (sys.executable, "-m", f"harness.kinds.{name}.child") for name in KINDS},
