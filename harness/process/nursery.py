@@ -34,26 +34,15 @@ from typing import IO, Any, NoReturn
 from harness.process.group import ProcessGroup
 
 _READ_AT_IMPORT = (
-    *("HOME", "PATH", "PYTHON", "LD_", "TMPDIR", "XDG_"),
-    *(
-        "OMP_",
-        "MKL_",
-        "OPENBLAS_",
-        "CUDA_",
-        "NCCL_",
-        "HF_",
-        "PYTORCH_",
-        "TORCH",
-        "TRITON_",
-        "VLLM_",
-    ),
+    *("HOME", "PATH", "PYTHON", "LD_", "TMPDIR", "XDG_", "OMP_", "MKL_", "OPENBLAS_"),
+    *("CUDA_", "NCCL_", "HF_", "PYTORCH_", "TORCH", "TRITON_", "VLLM_"),
 )
 """Beginnings of the names of variables that a library reads when it is imported."""
 _STANDING = 2  # nurseries at once; one takes 500 MB
 _LONGEST = 1 << 20  # bytes of a request
 _NUMBER = 4  # bytes of what a keeper tells
 _NO_CHILD = 0  # told instead of its pid
-_CUDA_NOT_INITIALIZED = 3
+_CUDA_ERROR_NOT_INITIALIZED = 3  # of the driver's interface
 REPOSITORY = Path(__file__).resolve().parents[2]
 """Where children run."""
 
@@ -235,7 +224,7 @@ def _cuda_is_initialized() -> bool:
     except OSError:  # no card
         return False
     count = ctypes.c_int()
-    return driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED
+    return driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_ERROR_NOT_INITIALIZED
 
 
 def _keep(module: str, wanted: dict[str, Any], files: list[int]) -> NoReturn:

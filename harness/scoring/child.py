@@ -102,7 +102,7 @@ class Scorer:
     def _score(self, job: dict[str, Any], sequence: dict[str, Any]) -> RequestScores:
         """Return the scores of one sequence, from the disk where the same passes were made before."""
         prompt, tokens = sequence["prompt_token_ids"], sequence["token_ids"]
-        made_by = [torch.__version__, _code_sha256()]
+        made_by = [torch.__version__, torch.backends.cpu.get_cpu_capability(), _code_sha256()]
         key = digest([job["sha256"], job["precision"], prompt, tokens, made_by])
         file = self._passes / f"{key}.safetensors"
         with FileLock(f"{file}.lock"):  # whoever else needs the same passes waits for them
@@ -256,9 +256,8 @@ def _weights_sha256(folder: Path) -> str:
 
 def build(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
     """Make the scorer of a run; `config` has the folders `cache` and `passes`."""
-    return {"torch": torch.__version__}, Scorer(
-        Path(config["cache"]), Path(config["passes"])
-    ).handle
+    scorer = Scorer(Path(config["cache"]), Path(config["passes"]))
+    return {"torch": torch.__version__}, scorer.handle
 
 
 if __name__ == "__main__":
