@@ -92,6 +92,7 @@ def environment(**changes: Any) -> Environment:
         "foreign_processes_on_cards": [],
         "git": {"commit": None, "dirty": None},
         "flags": {},
+        "processes": 1,
     }
     return Environment(**(fields | changes))
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from harness.evidence.base import Evidence
 
 
@@ -49,6 +51,7 @@ class Environment(Evidence):
         versions: of Python and of packages, by name.
         sources_sha256: by the folder or file of the sources.
         flags: environment variables that change what vLLM does; those that look secret, masked.
+        processes: of the run that shared the machine; None in records from before it was written.
     """
 
     versions: dict[str, str]
@@ -58,6 +61,7 @@ class Environment(Evidence):
     foreign_processes_on_cards: list[ForeignProcess]
     git: Git
     flags: dict[str, str]
+    processes: int | None = Field(default=None, exclude_if=lambda number: number is None)
 
     @property
     def card_name(self) -> str:

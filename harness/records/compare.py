@@ -3,8 +3,8 @@
 
 A and B are run folders or baseline files. Only the same measurement is compared: cell settings,
 prompts and checkpoint must be equal, or nothing is said but what differs. Each metric knows its
-better direction (`kinds.METRICS`); times are compared on one kind of card only. Against a
-baseline an improvement is reported as loudly as a loss, because a stale baseline lets the next loss
+better direction (`kinds.METRICS`); times are compared on one kind of card only, between runs that
+had it to themselves. Against a baseline an improvement is reported as loudly as a loss, because a stale baseline lets the next loss
 pass: renew it on purpose.
 """
 
@@ -79,15 +79,17 @@ def compare(before: RunSummary, after: RunSummary) -> Comparison:
     ]
     if faults:
         raise UnlikeError("\n".join(faults))
-    # Two runs of the same code on a shared CPU differ in a third of their times.
-    same_machine = after.card != "cpu" and (before.card, before.processor) == (
-        after.card,
-        after.processor,
+    # Two runs of the same code differ in a third of their times on a CPU, and in most where engines
+    # share a card.
+    timed = (
+        after.card != "cpu"
+        and before.processes == after.processes == 1
+        and (before.card, before.processor) == (after.card, after.processor)
     )
     moves = [
         move
         for cell in common
-        for move in _moves(cell, before.cells[cell], after.cells[cell], same_machine)
+        for move in _moves(cell, before.cells[cell], after.cells[cell], timed)
     ]
     return Comparison(
         moves=moves,
@@ -148,16 +150,14 @@ def _unlike(cell: str, before: CellSummary, after: CellSummary) -> Iterator[str]
             yield f"{cell}: {field.removesuffix('_sha256')} differs; it is not the same measurement"
 
 
-def _moves(
-    cell: str, before: CellSummary, after: CellSummary, same_machine: bool
-) -> Iterator[Move]:
+def _moves(cell: str, before: CellSummary, after: CellSummary, timed: bool) -> Iterator[Move]:
     if (before.verdict == "pass") != (after.verdict == "pass"):
         direction: Literal["better", "worse"] = "better" if after.verdict == "pass" else "worse"
         yield Move(cell, "verdict", before.verdict, after.verdict, direction)
     for name, metric in METRICS.items():
         if name not in before.figures or name not in after.figures or metric.better == "none":
             continue
-        if metric.of_machine and not same_machine:
+        if metric.of_machine and not timed:
             continue
         old, new = before.figures[name], after.figures[name]
         low, high = sorted((abs(old), abs(new)))

@@ -32,6 +32,7 @@ class RunSummary(Evidence):
     matrix: str
     card: str
     processor: str
+    processes: int | None = None
     versions: dict[str, str]
     date: str
     cells: dict[str, CellSummary]
@@ -45,6 +46,7 @@ def summarise_run(
         matrix=matrix,
         card=environment.card_name,
         processor=environment.machine.processor,
+        processes=environment.processes,
         versions=environment.versions,
         date=date,
         cells={record.cell: summarise(record) for record in found},

@@ -72,7 +72,13 @@ def gather() -> Environment:
             for name, value in sorted(os.environ.items())
             if name.startswith(_FLAGS)
         },
+        processes=processes(),
     )
+
+
+def processes() -> int:
+    """Return how many of xdist's processes share this run, itself among them."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def evidence_sources(kind: Kind[Any, Any]) -> list[str]:

@@ -26,6 +26,7 @@ from harness.records import store
 from harness.records.explain import describe, headline
 from harness.run import sharing
 from harness.run.cells import CellRunner
+from harness.run.environment import processes
 from harness.run.terminal import CellReporter, shown
 from harness.strict_yaml import YamlError
 
@@ -340,7 +341,7 @@ def _run_folder(config: pytest.Config, matrix: Path) -> Path:
 
 def _threads() -> int | None:
     """OpenMP threads of a child: xdist's processes share the cores, and spinning threads clash."""
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if processes == 1 or "OMP_NUM_THREADS" in os.environ:
+    sharing = processes()
+    if sharing == 1 or "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, len(os.sched_getaffinity(0)) // processes)
+    return max(1, len(os.sched_getaffinity(0)) // sharing)

@@ -66,10 +66,16 @@ CARD = {"cards": [evidence.CARD]}
 
 @pytest.mark.parametrize(
     ("before", "after", "worse"),
-    [(CARD, CARD, True), (CARD, {"cards": []}, False), ({"cards": []}, {"cards": []}, False)],
-    ids=["card", "another", "cpu"],
+    [
+        (CARD, CARD, True),
+        (CARD, {"cards": []}, False),
+        ({"cards": []}, {"cards": []}, False),
+        (CARD | {"processes": 16}, CARD | {"processes": 16}, False),
+        (CARD, CARD | {"processes": None}, False),
+    ],
+    ids=["card", "another", "cpu", "shared", "unknown"],
 )
-def test_times_are_compared_on_one_kind_of_card_only(before, after, worse):
+def test_times_are_compared_on_one_kind_of_card_that_a_run_had_to_itself(before, after, worse):
     def timed(ttft_ms, machine):
         requests = [evidence.request("p", ttft_ms=ttft_ms, e2el_ms=ttft_ms + 20)]
         record = evidence.record(observation=evidence.observation(requests=requests))
