@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+_SOURCES = {".py", ".jinja", ".yaml"}
+
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a file whole or not at all: nobody reads half, a full disk leaves the old file."""
@@ -34,10 +36,15 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sources_sha256(files: Iterable[Path]) -> str:
-    """Return the SHA-256 of files, names and contents, whatever their order."""
+def sources_sha256(places: Iterable[Path]) -> str:
+    """Return the SHA-256 of sources, names and contents, whatever their order.
+
+    Args:
+        places: files, and folders for the sources below them.
+    """
+    below = (place.rglob("*") if place.is_dir() else (place,) for place in places)
     total = hashlib.sha256()
-    for file in sorted(files):
+    for file in sorted(file for files in below for file in files if file.suffix in _SOURCES):
         total.update(f"{file.name}\0".encode())
         total.update(file.read_bytes())
     return total.hexdigest()

@@ -2,7 +2,10 @@
 """References that differ in rounding only: they differ, by no more than that, and the same each time."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +142,19 @@ def test_passes_are_made_again_by_other_code_and_read_again_by_the_same(
         monkeypatch.setattr(child, "_code_sha256", lambda code=code: code)
         Scorer(tmp_path, tmp_path / "passes").handle(job(checkpoint))
         assert len(made) == expected
+
+
+def test_what_passes_and_floors_are_made_of_is_in_their_name():
+    roots = "scoring.rounding scoring.scores judging.tolerance reference.modeling_metis16"
+    code = (
+        f"import sys, importlib\nfor n in {roots.split()}: importlib.import_module('harness.' + n)\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('harness.')))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    files = [Path(file) for file in run.stdout.split() if not file.endswith("__init__.py")]
+    assert Path(rounding.__file__) in files
+    for file in files:
+        assert any(place in (file, *file.parents) for place in child.PASSES_MADE_BY), file
 
 
 def test_passes_that_no_run_reads_go_after_a_week(checkpoint, tmp_path):

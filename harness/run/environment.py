@@ -54,7 +54,6 @@ _FLAGS = (
     "PYTHONHASHSEED",
 )
 _MASKED = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-_SOURCES = {".py", ".jinja", ".yaml"}
 _COMMAND_S = 30
 
 
@@ -124,14 +123,9 @@ def _sources() -> dict[str, str]:
     """Hash the plugin, and of the harness everything that makes evidence of some kind."""
     spec = importlib.util.find_spec(PLUGIN)
     plugin = Path(spec.origin).parent if spec and spec.origin else None
-    found = {PLUGIN: _hash(plugin) if plugin else "not installed"}
+    found = {PLUGIN: sources_sha256([plugin]) if plugin else "not installed"}
     names = {name for kind in KINDS.values() for name in evidence_sources(kind)}
-    return found | {name: _hash(HARNESS / name) for name in sorted(names)}
-
-
-def _hash(place: Path) -> str:
-    files = place.rglob("*") if place.is_dir() else [place]
-    return sources_sha256(file for file in files if file.suffix in _SOURCES)
+    return found | {name: sources_sha256([HARNESS / name]) for name in sorted(names)}
 
 
 def _git() -> Git:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import os
 import time
 from pathlib import Path
@@ -34,10 +33,8 @@ from harness.checkpoints.tokenizer import read_tokenizer, render
 from harness.checkpoints.write import write_checkpoint
 from harness.evidence.scores import PromptFloor, RequestScores
 from harness.files import digest, sources_sha256
-from harness.judging import tolerance
 from harness.judging.tolerance import precision
 from harness.process import child_loop
-from harness.reference import modeling_metis16
 from harness.reference.modeling_metis16 import (
     Metis16Cache,
     Metis16ForCausalLM,
@@ -52,6 +49,15 @@ _JITTERED_CHUNK = 64  # a sixth less work than with 256
 _KEPT_S = 7 * 86400  # passes that no run has read for a week go
 _TOKENS_AT_ONCE = 4096  # of rows of one pass: a scan holds (heads, 256, 256) values a row
 _PROMPTS = 40  # whose states are kept, of `tiny` with 1000 tokens 22 MB each
+
+PASSES_MADE_BY = [
+    Path(__file__).parents[1] / name
+    for name in (
+        *("reference", "scoring", "judging/metrics.py", "judging/tolerance.py"),
+        *("evidence/base.py", "evidence/scores.py"),
+    )
+]
+"""The code that decides what a pass is, and the floor that is kept beside it."""
 
 
 class Scorer:
@@ -234,10 +240,7 @@ def _load(folder: str, precision_name: str) -> Metis16ForCausalLM:
 
 @functools.cache
 def _code_sha256() -> str:
-    """Name the code that decides what a pass is."""
-    folders = (Path(inspect.getfile(module)).parent for module in (rounding, modeling_metis16))
-    files = [file for folder in folders for file in folder.glob("*.py")]
-    return sources_sha256([*files, Path(inspect.getfile(tolerance))])
+    return sources_sha256(PASSES_MADE_BY)
 
 
 @functools.lru_cache(maxsize=4)
