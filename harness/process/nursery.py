@@ -241,8 +241,7 @@ def _keep(module: str, wanted: dict[str, Any], files: list[int]) -> NoReturn:
     ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert ended is not None
     code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-    with contextlib.suppress(BrokenPipeError):
-        _tell(status, code)
+    _tell(status, code)
     released = select.poll()
     released.register(status, 0)  # the other end is closed
     released.poll()
@@ -250,7 +249,9 @@ def _keep(module: str, wanted: dict[str, Any], files: list[int]) -> NoReturn:
 
 
 def _tell(pipe: int, number: int) -> None:
-    os.write(pipe, number.to_bytes(_NUMBER, "little", signed=True))
+    """Write a number to a pipe; whoever asked may have gone since."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(pipe, number.to_bytes(_NUMBER, "little", signed=True))
 
 
 def _told(pipe: int) -> int | None:

@@ -4,8 +4,8 @@
 A and B are run folders or baseline files. Only the same measurement is compared: cell settings,
 prompts and checkpoint must be equal, or nothing is said but what differs. Each metric knows its
 better direction (`kinds.METRICS`); times are compared on one kind of card only, between runs that
-had it to themselves. Against a baseline an improvement is reported as loudly as a loss, because a stale baseline lets the next loss
-pass: renew it on purpose.
+had it to themselves. Against a baseline an improvement is reported as loudly as a loss, because a
+stale baseline lets the next loss pass: renew it on purpose.
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from harness.matrices.expand import Cell, Matrix, load_matrix
 from harness.matrices.select import SelectionError, groups, select
 from harness.records import store
 from harness.records.explain import describe, headline
-from harness.run import sharing
+from harness.run import environment, sharing
 from harness.run.cells import CellRunner
-from harness.run.environment import processes
 from harness.run.terminal import CellReporter, shown
 from harness.strict_yaml import YamlError
 
@@ -341,7 +340,7 @@ def _run_folder(config: pytest.Config, matrix: Path) -> Path:
 
 def _threads() -> int | None:
     """OpenMP threads of a child: xdist's processes share the cores, and spinning threads clash."""
-    sharing = processes()
-    if sharing == 1 or "OMP_NUM_THREADS" in os.environ:
+    processes = environment.processes()
+    if processes == 1 or "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, len(os.sched_getaffinity(0)) // sharing)
+    return max(1, len(os.sched_getaffinity(0)) // processes)

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new run folder")
     parser.add_argument("--cell", action="append", default=[], help="only this cell; repeatable")
     parser.add_argument(
-        "--cache", type=Path, metavar="DIR", help="of checkpoints and passes; default OUT/cache"
+        "--cache", type=Path, metavar="DIR", help="of checkpoints; default OUT/cache"
     )
 
 
