@@ -97,7 +97,9 @@ def pytest(session: nox.Session, *arguments: str) -> None:
     )
 
 
-def on_card(session: nox.Session, *command: str, cards: int = 1) -> None:
+def on_card(
+    session: nox.Session, *command: str, cards: int = 1, env: dict[str, str] | None = None
+) -> None:
     """Run Python on this machine's cards; an error with fewer than needed, never a skip.
 
     The interpreter is nox's own, beside the vLLM that serves there. With METIS_WHEEL set, the
@@ -119,7 +121,7 @@ def on_card(session: nox.Session, *command: str, cards: int = 1) -> None:
         pip = [PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall"]
         session.run(*pip, *map(str, Path(wheels).glob("*.whl")), external=True)
         session.chdir(without_plugin(Path(session.create_tmp())))
-    session.run(PYTHON, *command, *session.posargs, external=True)
+    session.run(PYTHON, *command, *session.posargs, external=True, env=env)
 
 
 def without_plugin(folder: Path) -> Path:
@@ -257,6 +259,13 @@ def gpu_parity(session: nox.Session) -> None:
     As many engines run at once as card and cores carry; `-- -n 4` says how many.
     """
     on_card(session, "-m", "pytest", "matrices/gpu_parity.yaml", "-n", "auto")
+
+
+@nox.session(tags=["gpu"], default=False, venv_backend="none")
+def gpu_kernels(session: nox.Session) -> None:
+    """Hold the plugin's Triton kernels on this card against plain PyTorch, in FP32 and BF16."""
+    files = "tests/test_stream_ops.py", "tests/test_few_tokens.py"
+    on_card(session, "-m", "pytest", *files, env={"VLLM_TARGET_DEVICE": "cuda"})
 
 
 @nox.session(tags=["gpu"], default=False, venv_backend="none")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from harness.loaded_weights.command import before_packing
-from vllm_metis.model import moe, streams
+from vllm_metis.model import router, streams
 from vllm_metis.model.depth_memory import Continuation, DepthMemory
 from vllm_metis.model.metis16 import Metis16DecoderLayer
 from vllm_metis.model.stream_ops import Unwritten
@@ -39,7 +39,7 @@ def router_logits(dtype: torch.dtype) -> Tensor:
     latent, features, bias = draw(T, 32), draw(T, R, seed=1), draw(E, seed=3).float()
     weight = draw(E, 32 + R, seed=2, dtype=torch.float32)
     if dtype == torch.float32:
-        return moe.route(latent, features, weight, bias)
+        return router.route(latent, features, weight, bias)
     joined = torch.cat([latent, features], dim=-1).to(dtype)
     return F.linear(joined, weight.to(dtype), bias.to(dtype))
 
@@ -47,15 +47,17 @@ def router_logits(dtype: torch.dtype) -> Tensor:
 def expert_weights(dtype: torch.dtype) -> Tensor:
     logits = draw(T, E, dtype=torch.float32).to(dtype)
     bias = torch.zeros(E, dtype=dtype)
-    return moe.select(logits, bias, 4)[0]
+    return router.select(logits, bias, 4)[0]
 
 
 def description(dtype: torch.dtype, what: str) -> Tensor:
     logits = draw(T, E, dtype=torch.float32).to(dtype)
-    weights, experts = moe.select(logits, torch.zeros(E, dtype=dtype), 4)
-    embeddings = draw(E, R, seed=5)
+    weights, experts = router.select(logits, torch.zeros(E, dtype=dtype), 4)
+    embeddings, history = draw(E, R, seed=5), torch.zeros(T, R)
     if dtype == torch.float32:
-        found: Tensor = getattr(moe.describe(logits, weights, experts, embeddings), what)
+        found: Tensor = getattr(
+            router.describe(logits, weights, experts, embeddings, history), what
+        )
         return found
     chosen, p = embeddings[experts].to(dtype), logits.softmax(-1)
     return {
@@ -181,18 +183,19 @@ def test_history_is_kept_in_fp32(model, monkeypatch):
     coalitions: list[Tensor] = []
     seen: list[Tensor] = []
 
-    def layer(self: Any, read: Any, route_features: Tensor, pass_index: int) -> Any:
-        width, number = config.route_feature_dim, len(coalitions)
-        coalitions.append(draw(tokens, width, seed=number, dtype=torch.float32))
-        certainty = torch.full((tokens, 1), 0.5)
-        return Unwritten(read.streams), moe.Routing(coalitions[-1], certainty, certainty)
+    def layer(self: Any, read: Any, inputs: Any, pass_index: int) -> Any:
+        seen.append(inputs.history)
+        logits = draw(tokens, E, seed=len(coalitions), dtype=torch.float32)
+        embeddings = draw(E, config.route_feature_dim, seed=5)
+        _, routing = router.choose(logits, torch.zeros(E), embeddings, inputs.history, 4)
+        coalitions.append(routing.coalition)
+        return Unwritten(read.streams), routing
 
     def features(self: Any, *arguments: Tensor) -> Tensor:
         seen.append(arguments[-1])
         return torch.zeros(tokens, config.route_feature_dim, dtype=torch.bfloat16)
 
     monkeypatch.setattr(Metis16DecoderLayer, "forward", layer)
-    monkeypatch.setattr(DepthMemory, "route_features", features)
     monkeypatch.setattr(DepthMemory, "pass_features", features)
     monkeypatch.setattr(
         "vllm_metis.model.metis16.write_mean", lambda one: (one.streams, one.streams[:, 0])

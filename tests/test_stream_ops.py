@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_metis.model import stream_ops, streams
+from vllm_metis.model import stream_ops, streams, switches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T, S = 3, 4
@@ -138,10 +138,10 @@ def test_an_empty_memory_changes_no_stream_and_sums_up_to_zero():
 def test_the_switch_takes_0_and_1_and_names_what_else_it_was_given(monkeypatch):
     for value in ("0", "1"):
         monkeypatch.setenv("VLLM_METIS_FUSED", value)
-        assert stream_ops.fused() == (value == "1" and DEVICE == "cuda")
+        assert switches.fused() == (value == "1" and DEVICE == "cuda")
     monkeypatch.setenv("VLLM_METIS_FUSED", "off")
     with pytest.raises(ValueError, match=r"'off': expected 1 .* or 0"):
-        stream_ops.fused()
+        switches.fused()
 
 
 def test_a_read_is_what_the_models_description_says():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_metis.checkpoint import load
-from vllm_metis.model import depth_memory, metis16, moe
+from vllm_metis.model import depth_memory, metis16, router
 
 
 def swapped_epsilons() -> None:
@@ -36,12 +36,12 @@ def swapped_passes() -> None:
 
 def dropped_selection_bias() -> None:
     """The router chooses experts by the logits that it weighs them with."""
-    real = moe.select
+    real = router.select
 
     def faulty(logits: torch.Tensor, selection_bias: torch.Tensor, top_k: int) -> Any:
         return real(logits, torch.zeros_like(selection_bias), top_k)
 
-    moe.select = faulty
+    router.select = faulty
 
 
 def swapped_x_and_z() -> None:

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import QuantizationConfig
 
 from vllm_metis.config import Metis16Config
+from vllm_metis.model.few_tokens import FeatureInputs, project, project_with_features
 
 
 class PassAttention(Attention):
@@ -115,10 +116,17 @@ class Metis16Attention(nn.Module):
         """Compute tanh of the pass gates from the loaded weights."""
         self.gates.copy_(self.pass_gates.float().tanh())
 
-    def forward(self, hidden_states: torch.Tensor, pass_index: int) -> torch.Tensor:
-        """Return the attention output of one pass, (T, D), for `hidden_states` (T, D)."""
+    def forward(
+        self, hidden_states: torch.Tensor, inputs: FeatureInputs, pass_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention output of one pass, (T, D), and the router's features, (T, R).
+
+        Args:
+            hidden_states: (T, D), model dtype.
+        """
         low_rank = self.pass_lora_down(hidden_states)
         low_rank = (self.gates[pass_index] * low_rank.float()).to(low_rank.dtype)
-        qkv = self.qkv_proj(hidden_states) + self.pass_lora_up(low_rank)
+        qkv, features = project_with_features(self.qkv_proj, hidden_states, inputs)
+        qkv = qkv + self.pass_lora_up(low_rank)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        return self.o_proj(self.passes[pass_index](q, k, v))
+        return project(self.o_proj, self.passes[pass_index](q, k, v)), features

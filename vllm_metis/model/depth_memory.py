@@ -19,7 +19,8 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_metis.config import Metis16Config
-from vllm_metis.model.moe import Routing
+from vllm_metis.model.few_tokens import FeatureInputs
+from vllm_metis.model.router import Routing
 from vllm_metis.model.stream_ops import (
     Entry,
     Gates,
@@ -111,18 +112,9 @@ class DepthMemory(nn.Module):
         gates = Gates(self.scale, self.stream_gate, self.stream_gate_bias)
         return read_memory(unwritten, bank, gates, reading)
 
-    def route_features(
-        self, mean: torch.Tensor, summary: torch.Tensor, history: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the router's features inside a layer, (T, R), model dtype.
-
-        Args:
-            mean, summary: (T, D), model dtype.
-            history: (T, R), float32.
-        """
-        inputs = torch.cat([mean, summary, history.to(mean.dtype)], dim=-1)
-        weight = self.route_weight[:, : inputs.shape[-1]]
-        return nn.functional.linear(inputs, weight, self.route_bias).tanh()
+    def feature_inputs(self, read: MemoryRead, history: torch.Tensor) -> FeatureInputs:
+        """Return what the router's features inside a layer are made of; `history` is (T, R), float32."""
+        return FeatureInputs(read.mean, read.summary, history, self.route_weight, self.route_bias)
 
     def pass_features(
         self,

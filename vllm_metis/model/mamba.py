@@ -22,8 +22,10 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import _encode_layer_name
 
 from vllm_metis.config import Metis16Config
+from vllm_metis.model.few_tokens import FeatureInputs, project, project_with_features
 
 
 class UnpackedLinearMethod(UnquantizedLinearMethod):
@@ -97,9 +99,23 @@ class Metis16Mamba(nn.Module):
             ),
         )
 
-    def forward(self, hidden_states: torch.Tensor, pass_index: int) -> torch.Tensor:
-        """Return the mixer output of one pass, (T, D), for `hidden_states` (T, D)."""
-        return self.passes[pass_index](hidden_states)
+    def forward(
+        self, hidden_states: torch.Tensor, inputs: FeatureInputs, pass_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mixer output of one pass, (T, D), and the router's features, (T, R).
+
+        The steps are those of `MambaMixer2.forward`, whose products are taken apart from it.
+
+        Args:
+            hidden_states: (T, D), model dtype.
+        """
+        mixer = self.passes[pass_index]
+        projected, features = project_with_features(mixer.in_proj, hidden_states, inputs)
+        width = mixer.tped_intermediate_size
+        scanned = hidden_states.new_empty((hidden_states.shape[0], width))
+        torch.ops.vllm.mamba_mixer2(projected, scanned, _encode_layer_name(mixer.prefix))
+        gated = mixer.norm(scanned, projected[..., :width])
+        return project(mixer.out_proj, gated), features
 
     def check_states(self, dtypes: Sequence[torch.dtype]) -> None:
         """Hold the dtypes that the model tells vLLM of a conv and an SSM state against the mixer's.

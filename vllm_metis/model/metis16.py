@@ -54,9 +54,11 @@ from vllm_metis.checkpoint.specs import PACKED
 from vllm_metis.config import Metis16Config
 from vllm_metis.model.attention import Metis16Attention, PassAttention
 from vllm_metis.model.depth_memory import Bank, Continuation, DepthMemory
+from vllm_metis.model.few_tokens import FeatureInputs
 from vllm_metis.model.hyper_connections import HyperConnection
 from vllm_metis.model.mamba import Metis16Mamba
-from vllm_metis.model.moe import LatentMoE, Routing
+from vllm_metis.model.moe import LatentMoE
+from vllm_metis.model.router import Routing
 from vllm_metis.model.stream_ops import MemoryRead, Reading, Unwritten, write_mean, write_read
 from vllm_metis.model.streams import stream_mean
 
@@ -82,20 +84,21 @@ class Metis16DecoderLayer(nn.Module):
         self.moe = LatentMoE(config, quant_config, f"{prefix}.moe")
 
     def forward(
-        self, read: MemoryRead, route_features: torch.Tensor, pass_index: int
+        self, read: MemoryRead, inputs: FeatureInputs, pass_index: int
     ) -> tuple[Unwritten, Routing]:
-        """Return the streams with the experts' output and what the router decided.
+        """Return the streams with the experts' output and what is told of the routing.
 
         Args:
             read: The streams after the memory read, and the mixer's mixture of them.
-            route_features: (T, R), model dtype.
+            inputs: Of the router's features. Nothing in the mixer waits for these, so they are
+                made beside its first product.
         """
-        output = self.mixer(read.normed, pass_index)
+        output, route_features = self.mixer(read.normed, inputs, pass_index)
         streams, hidden_states = write_read(
             self.mixer_connection.unwritten(read.streams, output, pass_index),
             self.moe_connection.reading(pass_index),
         )
-        output, routing = self.moe(hidden_states, route_features)
+        output, routing = self.moe(hidden_states, route_features, inputs.history)
         return self.moe_connection.unwritten(streams, output, pass_index), routing
 
 
@@ -146,9 +149,9 @@ class Metis16Model(nn.Module):
         for pass_index in range(self.config.num_passes):
             for layer in self.layers:
                 read = memory.read(unwritten, bank, layer.mixer_connection.reading(pass_index))
-                route_features = memory.route_features(read.mean, read.summary, history)
-                unwritten, routing = layer(read, route_features, pass_index)
-                history = 0.5 * history + 0.5 * routing.coalition
+                inputs = memory.feature_inputs(read, history)
+                unwritten, routing = layer(read, inputs, pass_index)
+                history = routing.history
                 if layer.anchor is not None:
                     streams, mean = write_mean(unwritten)
                     unwritten = Unwritten(streams)
@@ -258,5 +261,5 @@ class Metis16ForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsQuant):
         for module in self.model.modules():
             if isinstance(module, HyperConnection):
                 module.finalize(self.model.pass_embeddings)
-            elif isinstance(module, (Metis16Attention, DepthMemory)):
+            elif isinstance(module, (Metis16Attention, DepthMemory, LatentMoE)):
                 module.finalize()

@@ -14,17 +14,14 @@ CUDA run `streams` too, to compare the two.
 Letters: `T` tokens, `S` streams, `D` hidden size, `P` passes.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_metis.model import streams as plain
-
-SWITCH = "VLLM_METIS_FUSED"
+from vllm_metis.model.switches import fused
 
 
 class Unwritten(NamedTuple):
@@ -119,21 +116,6 @@ def read_memory(
     return MemoryRead(
         *torch.ops.vllm.metis_read_memory(*unwritten, key_values, biases, *gates, *reading)
     )
-
-
-def fused() -> bool:
-    """Whether this process runs the kernel.
-
-    Raises:
-        ValueError: VLLM_METIS_FUSED is neither 0 nor 1.
-    """
-    wanted = os.environ.get(SWITCH, "1")
-    if wanted not in ("0", "1"):
-        raise ValueError(
-            f"{SWITCH} is {wanted!r}: expected 1 (the Triton kernel where there is CUDA, the "
-            "default) or 0 (plain PyTorch, to compare with)"
-        )
-    return wanted == "1" and current_platform.is_cuda_alike()
 
 
 def _pair(streams: torch.Tensor, output: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:

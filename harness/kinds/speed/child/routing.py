@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from vllm_metis.model.moe import route, select
+from vllm_metis.model.few_tokens import features
+from vllm_metis.model.router import route, select
 from vllm_metis.model.streams import read_normed, stream_mean
 
 
@@ -23,18 +24,19 @@ def chosen_experts(model: Any, token_ids: Sequence[int]) -> float:
     Each layer's router is asked about the tokens' embeddings: what the mixers add in between would
     spread them further.
     """
-    stack = model.model
+    stack, memory = model.model, model.model.depth_memory
     ids = torch.tensor(token_ids, device=stack.stream_embeddings.device)
     streams = stack.embed_input_ids(ids)[:, None] + stack.stream_embeddings
     average = stream_mean(streams)
     history = average.new_zeros((len(ids), stack.config.route_feature_dim), dtype=torch.float32)
-    features = stack.depth_memory.route_features(average, torch.zeros_like(average), history)
+    none = torch.zeros_like(average)
+    told = features(average, none, history, memory.route_weight, memory.route_bias)
     counts = []
     for layer in stack.layers:
         moe = layer.moe
         reading = layer.moe_connection.reading(0)
         latent = moe.latent_down(read_normed(streams, *reading))
-        logits = route(latent, features, moe.expert_router.weight, moe.expert_router.bias)
+        logits = route(latent, told, moe.expert_router.weight, moe.expert_router.bias)
         _, experts = select(logits, moe.selection_bias, moe.top_k)
         counts.append(experts.unique().numel())
     return mean(counts)
