@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.checkpoints.twin import twin_configuration_only
+from harness.checkpoints.write import config_of
 from harness.evidence.engine import EngineFacts
 from harness.evidence.record import Record
 from harness.evidence.verdict import Verdict
 from harness.kinds.speed.child.step_bytes import distinct_experts, step_bytes
 from harness.kinds.speed.observation import Kernel, SpeedObservation, SpeedRound
+from harness.kinds.speed.twins import twins_table
 from harness.matrices.expand import load_matrix
 from harness.records import store as records
 from harness.records.judge import judge
@@ -84,9 +87,10 @@ def test_the_shipped_matrix_covers_shapes_dtypes_and_loads():
     cells = {cell.id for cell in load_matrix(REPOSITORY / "matrices/speed.yaml").cells}
     loads = ("stream1", "stream8", "stream32", "prefill8k")
     assert cells == {
-        f"{shape}-{dtype}-{load}"
+        f"{shape}-{dtype}-{model}-{load}"
         for shape in ("logos", "praxis")
         for dtype in ("bf16", "fp8")
+        for model in ("metis", "twin")
         for load in loads
     }
 
@@ -199,6 +203,50 @@ def test_what_does_not_measure_what_the_cell_names_is_not_reached(observed, reas
     assert verdict.verdict == "not_reached"
     assert verdict.reasons[0].startswith(reason)
     assert verdict.findings == []
+
+
+def test_a_twin_stands_beside_what_it_is_the_twin_of():
+    ours = record(observation(), cell="a")
+    fields = settings()
+    fields["checkpoint"]["twin"] = True
+    twin = record(observation(*[one_round(4.0)] * 3), settings=fields, cell="b")
+    alone = record(
+        observation(*[one_round(2.0)] * 3), settings=settings(seed=2, streams=2), cell="c"
+    )
+    longer = settings("prefill", prompt_tokens=9, streams=1, max_tokens=1)
+    rounds = [one_round(0.0, first_token_ms=3.0, steps=1, tokens=[1], last_token_ids=[8])] * 3
+    prefill = record(observation(*rounds, prompt_tokens=9), settings=longer, cell="d")
+    table = twins_table([ours, twin, prefill])
+    assert table.rows == [
+        ["tiny, bfloat16: decode, 2 streams", "3", "1", "0.333", "4", "0.75"],
+        ["tiny, bfloat16: prefill of 9 tokens", "3", "1", "0.333", "-", "-"],
+    ]
+    assert twins_table([twin]).rows == []
+    assert twins_table([alone]).rows[0][-1] == "-"
+    header = evidence.header("a", "b")
+    lines = squeezed(report.markdown(header, [ours, twin], [], None)).splitlines()
+    assert "| tiny, bfloat16: decode, 2 streams | 3 | 1 | 0.333 | 4 | 0.75 |" in lines
+    page = report.html(header, [ours, twin], [], None)
+    assert page.count("<h2>Beside the limit of memory, and the twin</h2>") == 1
+
+
+@pytest.mark.parametrize("shape", ["logos", "praxis", "tiny"])
+def test_the_twin_of_a_shape_has_its_matrices(shape, tmp_path):
+    """vLLM reads its configuration, and what it holds is ours: a layer for each layer and pass."""
+    from vllm import EngineArgs
+
+    ours = Metis16Config(**config_of(shape))
+    folder = twin_configuration_only(tmp_path, shape, "bfloat16")
+    args = EngineArgs(str(folder), skip_tokenizer_init=True, max_model_len=1024)
+    twin = args.create_model_config().hf_config
+    layers = twin.layers_block_type
+    passes = ours.num_passes
+    assert layers.count("full_attention") == passes * len(ours.attention_layer_indices)
+    assert layers.count("moe") == layers.count("linear_attention") + layers.count("full_attention")
+    assert len(layers) == 2 * passes * ours.num_hidden_layers
+    assert 2 * twin.moe_intermediate_size == 3 * ours.moe_intermediate_size
+    widths = twin.mamba_num_heads * twin.mamba_head_dim, twin.n_groups * twin.ssm_state_size
+    assert widths == (ours.mamba_d_inner, ours.mamba_n_groups * ours.mamba_d_state)
 
 
 def test_reports_put_figures_side_by_side_and_fold_kernels():

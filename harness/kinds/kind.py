@@ -211,6 +211,11 @@ class Kind(abc.ABC, Generic[S, O]):
         del record
         return []
 
+    def run_tables(self, records: Sequence[Record[Any]]) -> list[Table]:
+        """Return tables of a run that set its records side by side; shown where it ends, too."""
+        del records
+        return []
+
     def plots(self, records: Sequence[Record[Any]]) -> list[Plot]:
         """Return plots of a run; those without records are left out."""
         del records

@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from harness.evidence.record import Record
 from harness.judging.numbers import number
-from harness.kinds import METRICS
+from harness.kinds import KINDS, METRICS
 from harness.kinds.kind import Table
 from harness.records.explain import kind_of
 
@@ -40,12 +40,21 @@ def figure_table(found: Sequence[Record[Any]]) -> Table | None:
     return Table("Figures without a budget", ["cell", *map(_with_unit, metrics)], rows)
 
 
+def run_tables(found: Sequence[Record[Any]]) -> list[Table]:
+    """Return the tables that kinds make of the run as a whole."""
+    return [
+        table
+        for kind in KINDS.values()
+        for table in kind.run_tables([record for record in found if kind_of(record) is kind])
+    ]
+
+
 def markdown_tables(found: Sequence[Record[Any]]) -> list[str]:
     """Return the lines of all tables that a summary shows, those of single cells folded."""
     lines: list[str] = []
     figures = figure_table(found)
-    if figures is not None:
-        lines += ["", *markdown_table(figures.heads, figures.rows)]
+    for table in [*run_tables(found), *([figures] if figures else [])]:
+        lines += ["", *markdown_table(table.heads, table.rows, table.texts)]
     for record in found:
         kind = kind_of(record)
         for table in kind.tables(record) if kind else ():

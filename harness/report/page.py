@@ -29,7 +29,7 @@ from harness.records.baseline import FOLDER, baseline_path
 from harness.records.explain import cached_tokens, describe, figures, headline, kind_of
 from harness.records.store import RecordError, load_run
 from harness.records.summary import summarise_run
-from harness.report.figures import figure_table, markdown_table, markdown_tables
+from harness.report.figures import figure_table, markdown_table, markdown_tables, run_tables
 
 _TEMPLATES = Path(__file__).parent
 _ORDER = ("error", "not_reached", "fail", "skip", "pass")
@@ -94,6 +94,7 @@ def html(
         from harness.report.plots import draw
 
         plots = draw(found)
+    figures_beside = figure_table(found)
     axes: dict[str, list[str]] = {}
     for record in found:
         for axis, value in record.axes.items():
@@ -109,7 +110,7 @@ def html(
         faults=[*faults, *agree.sentences(found)],
         against=against,
         plots=plots,
-        measured=figure_table(found),
+        measured=[*run_tables(found), *([figures_beside] if figures_beside else [])],
         rows=[_row(record, header) for record in _by_gravity(found)],
     )
 

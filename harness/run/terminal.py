@@ -17,7 +17,8 @@ import pytest
 from harness.judging.numbers import number
 from harness.matrices.expand import load_matrix
 from harness.records import agree, store
-from harness.records.explain import table
+from harness.records.explain import table, text_table
+from harness.report.figures import run_tables
 from harness.run.progress import Progress
 from harness.strict_yaml import YamlError
 
@@ -102,6 +103,8 @@ class CellReporter:
                 continue
             header, found, faults = store.load_run(folder)
             self._write(f"\n{header.matrix}: {header.question}\n\n{table(found)}\n")
+            for beside in run_tables(found):
+                self._write(f"{beside.title}\n\n{text_table(beside.heads, beside.rows)}\n")
             for fault in [*faults, *self._odd.get(matrix, ())]:
                 self._write(f"  {fault}", red=True)
             self._write(

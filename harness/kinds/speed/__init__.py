@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.evidence.record import Record
@@ -14,6 +14,7 @@ from harness.kinds.kind import Kind, Table, Workshop, Written, settings_table
 from harness.kinds.speed.judge import judge
 from harness.kinds.speed.observation import SpeedObservation
 from harness.kinds.speed.settings import SpeedSettings
+from harness.kinds.speed.twins import twins_table
 from harness.serving.server import CPU_ENVIRONMENT
 
 # An instance of a template has a thousand characters, and a table is as wide as its widest cell.
@@ -63,6 +64,10 @@ class Speed(Kind[SpeedSettings, SpeedObservation]):
         ]
         kernels = Table("Kernels of a decode step", heads, rows, in_summary=True)
         return [*([kernels] if rows else []), settings_table(record.observation.settings)]
+
+    def run_tables(self, records: Sequence[Record[SpeedObservation]]) -> list[Table]:
+        table = twins_table(records)
+        return [table] if table.rows else []
 
 
 def _shown(name: str) -> str:

@@ -18,6 +18,10 @@ class RandomShape(StrictModel):
     shape: Shape
     dtype: Dtype
     seed: int
+    twin: Annotated[
+        bool,
+        Field(description="vLLM's own hybrid with the same matrices instead, to compare with."),
+    ] = False
 
 
 class Load(StrictModel):

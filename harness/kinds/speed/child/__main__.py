@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import psutil
@@ -21,15 +21,28 @@ from pydantic import BaseModel
 from tabulate import tabulate
 
 from harness.checkpoints.drawn import DRAWN_ARGS, configuration_only, draw_weights
+from harness.checkpoints.twin import (
+    draw_twin_weights,
+    twin_configuration_only,
+    twin_experts,
+    twin_weight_bytes,
+)
+from harness.checkpoints.write import config_of
 from harness.engine import Engine, for_any_machine
 from harness.evidence.record import Gathered
 from harness.kinds.speed.child.rounds import profile_decode, run_round
 from harness.kinds.speed.child.routing import chosen_experts
-from harness.kinds.speed.child.step_bytes import distinct_experts, step_bytes
+from harness.kinds.speed.child.step_bytes import (
+    StepBytes,
+    distinct_experts,
+    step_bytes,
+    with_caches,
+)
 from harness.kinds.speed.observation import SpeedObservation
-from harness.kinds.speed.settings import Load, SpeedSettings
+from harness.kinds.speed.settings import Load, RandomShape, SpeedSettings
 from harness.process import child_loop
 from harness.prompts.corpus import random_tokens
+from vllm_metis.config import Metis16Config
 
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # more than any cache holds
 _COPIES = 20
@@ -45,22 +58,27 @@ def build(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
     """
     settings = SpeedSettings.model_validate(config["settings"])
     checkpoint = settings.checkpoint
-    folder = configuration_only(Path(config["cache"]), checkpoint.shape, checkpoint.dtype)
+    write, draw = configuration_only, draw_weights
+    if checkpoint.twin:
+        write, draw = twin_configuration_only, draw_twin_weights
+    folder = write(Path(config["cache"]), checkpoint.shape, checkpoint.dtype)
     engine = Engine(str(folder), for_any_machine({**settings.engine.args, **DRAWN_ARGS}))
     startup_s = time.time() - psutil.Process().create_time()
-    engine.apply(lambda model: draw_weights(model, checkpoint.seed))
+    engine.apply(lambda model: draw(model, checkpoint.seed))
     copy_bytes_s = copy_bandwidth(_device())
 
     def handle(job: dict[str, Any]) -> BaseModel:
-        load = SpeedSettings.model_validate(job["settings"]).speed
-        seen = _observe(engine, load, startup_s, copy_bytes_s)
+        asked = SpeedSettings.model_validate(job["settings"])
+        seen = _observe(engine, asked.checkpoint, asked.speed, startup_s, copy_bytes_s)
         return Gathered[SpeedObservation](observation=seen)
 
     return {}, handle
 
 
-def _observe(engine: Engine, load: Load, startup_s: float, copy_bytes_s: float) -> SpeedObservation:
-    config = engine.apply(lambda model: model.config)
+def _observe(
+    engine: Engine, checkpoint: RandomShape, load: Load, startup_s: float, copy_bytes_s: float
+) -> SpeedObservation:
+    config = Metis16Config(**config_of(checkpoint.shape))
     draw = Random(load.seed)
     # A round more than is timed: in the first one, kernels are tuned for its shapes.
     prompts = [
@@ -74,13 +92,6 @@ def _observe(engine: Engine, load: Load, startup_s: float, copy_bytes_s: float) 
     decoding = load.phase == "decode"
     ids = rounds[-1].last_token_ids if decoding else [id_ for one in prompts[-1] for id_ in one]
     facts = engine.facts
-    moved = step_bytes(
-        config,
-        "fp8" if facts.quantization else _PRECISIONS[facts.dtype],
-        load.streams,
-        new_tokens=1 if decoding else load.prompt_tokens,
-        context=load.prompt_tokens + load.max_tokens / 2 if decoding else 0,
-    )
     return SpeedObservation(
         settings=facts,
         rounds=rounds,
@@ -88,13 +99,34 @@ def _observe(engine: Engine, load: Load, startup_s: float, copy_bytes_s: float) 
         startup_s=startup_s,
         memory_bytes=_memory_bytes(),
         copy_bytes_s=copy_bytes_s,
-        bytes_moved=moved.total,
+        bytes_moved=_moved(engine, config, checkpoint, load).total,
         distinct_experts=(
-            engine.apply(lambda model: chosen_experts(model, ids)),
+            engine.apply(
+                lambda model: (
+                    mean(twin_experts(model, ids))
+                    if checkpoint.twin
+                    else chosen_experts(model, ids)
+                )
+            ),
             distinct_experts(config.num_experts, config.num_experts_per_tok, len(ids)),
         ),
         kernels=kernels,
     )
+
+
+def _moved(engine: Engine, config: Metis16Config, checkpoint: RandomShape, load: Load) -> StepBytes:
+    """Return the least that a step, or the prefill, must move."""
+    decoding = load.phase == "decode"
+    new_tokens = 1 if decoding else load.prompt_tokens
+    context = load.prompt_tokens + load.max_tokens / 2 if decoding else 0
+    facts = engine.facts
+    dtype = "fp8" if facts.quantization else _PRECISIONS[facts.dtype]
+    if not checkpoint.twin:
+        return step_bytes(config, dtype, load.streams, new_tokens, context)
+    tokens, experts = load.streams * new_tokens, config.num_experts
+    share = distinct_experts(experts, config.num_experts_per_tok, tokens) / experts
+    weights = engine.apply(lambda model: twin_weight_bytes(model, tokens, share))
+    return with_caches(config, dtype, weights, load.streams, new_tokens, context)
 
 
 def copy_bandwidth(device: str) -> float:

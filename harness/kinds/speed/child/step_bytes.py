@@ -70,9 +70,16 @@ def step_bytes(
     share = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
     weights = once + passes * (of_layers + of_experts * share / config.num_experts)
     weights += tokens * config.hidden_size * _WIDTHS[dtype]
+    return with_caches(config, dtype, round(weights), streams, new_tokens, context)
+
+
+def with_caches(
+    config: Metis16Config, dtype: str, weights: int, streams: int, new_tokens: int, context: float
+) -> StepBytes:
+    """Return the bytes of a step that reads so many of weights; see `step_bytes`."""
     held = plan(config, memory_bytes=0, max_model_len=1, dtype=dtype)
     return StepBytes(
-        weights=round(weights),
+        weights=weights,
         kv=round(streams * (context + new_tokens) * held.kv_bytes_per_token),
         states=streams * held.state_bytes * (2 if context else 1),
     )
