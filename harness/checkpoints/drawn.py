@@ -35,6 +35,13 @@ def configuration_only(cache: Path, shape: str, dtype: str) -> Path:
 
 @torch.no_grad()
 def draw_weights(model: Any, seed: int) -> None:
+    """Draw a Metis-1.6 model's weights, and what it computes of them; see `draw_parameters`."""
+    draw_parameters(model, seed)
+    model.process_weights_after_loading()
+
+
+@torch.no_grad()
+def draw_parameters(model: Any, seed: int) -> None:
     """Draw weights at the scale that keeps activations at one; what is FP8 stays as vLLM filled it.
 
     On a CPU the linears stay too: vLLM has packed them.
@@ -45,7 +52,7 @@ def draw_weights(model: Any, seed: int) -> None:
             continue
         if name.endswith(".A"):
             parameter.fill_(-1.0)
-        elif name.endswith("norm.weight"):
+        elif name.endswith(("norm.weight", "norm_f.weight")):
             parameter.fill_(1.0)
         elif parameter.dim() < 2 or name.endswith("mix_logits"):
             parameter.zero_()
@@ -53,4 +60,3 @@ def draw_weights(model: Any, seed: int) -> None:
             scale = next((s for end, s in _SHARED.items() if name.endswith(end)), 1.0)
             parameter.normal_(0.0, scale * parameter.shape[-1] ** -0.5, generator=generator)
         seed += 1
-    model.process_weights_after_loading()

@@ -12,14 +12,14 @@ Source: vllm/model_executor/models/nemotron_h.py (0.31.0).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from harness.checkpoints.quantize import FP8
 from harness.checkpoints.write import config_of
 from harness.files import write_atomic
 from vllm_metis.config import Metis16Config
@@ -80,36 +80,19 @@ def twin_configuration_only(cache: Path, shape: str, dtype: str) -> Path:
     return folder
 
 
-@torch.no_grad()
-def draw_twin_weights(model: Any, seed: int) -> None:
-    """Draw weights at the scale that keeps activations at one; what is FP8 stays as vLLM filled it."""
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator(parameter.device).manual_seed(seed)
-        seed += 1
-        if parameter.dtype == FP8 or ".routed_experts." in name or name.endswith("_scale"):
-            continue
-        if name.endswith(".A"):
-            parameter.fill_(-1.0)
-        elif "norm" in name and name.endswith("weight"):
-            parameter.fill_(1.0)
-        elif parameter.dim() < 2:
-            parameter.zero_()
-        else:
-            parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-
-
 @torch.inference_mode()
-def twin_experts(model: Any, token_ids: list[int]) -> Iterator[int]:
-    """Yield how many experts the tokens choose in each layer, its router asked about their embeddings."""
+def chosen_twin_experts(model: Any, token_ids: Sequence[int]) -> float:
+    """Return how many experts these tokens choose in a layer, on average over the layers.
+
+    Each layer's router is asked about the tokens' embeddings, as ours are (speed/child/routing.py).
+    """
     embedding = model.model.embed_tokens
-    ids = torch.tensor(token_ids, device=embedding.weight.device)
-    embedded = embedding(ids).float()
+    embedded = embedding(torch.tensor(token_ids, device=embedding.weight.device)).float()
     read = F.rms_norm(embedded, embedded.shape[-1:])
-    for layer in model.model.layers:
-        gate = getattr(layer.mixer, "gate", None)
-        if gate is not None:
-            top_k = model.config.num_experts_per_tok
-            yield (read @ gate.weight.float().T).topk(top_k, dim=-1).indices.unique().numel()
+    top_k = model.config.num_experts_per_tok
+    gates = [layer.mixer.gate for layer in model.model.layers if hasattr(layer.mixer, "gate")]
+    choices = [(read @ gate.weight.float().T).topk(top_k, dim=-1).indices for gate in gates]
+    return mean(experts.unique().numel() for experts in choices)
 
 
 def twin_weight_bytes(model: Any, tokens: int, experts_share: float) -> int:

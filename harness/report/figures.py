@@ -49,11 +49,16 @@ def run_tables(found: Sequence[Record[Any]]) -> list[Table]:
     ]
 
 
+def tables_side_by_side(found: Sequence[Record[Any]]) -> list[Table]:
+    """Return what a report shows of a run as a whole: the kinds' tables, then every figure by cell."""
+    figures = figure_table(found)
+    return [*run_tables(found), *([figures] if figures else [])]
+
+
 def markdown_tables(found: Sequence[Record[Any]]) -> list[str]:
     """Return the lines of all tables that a summary shows, those of single cells folded."""
     lines: list[str] = []
-    figures = figure_table(found)
-    for table in [*run_tables(found), *([figures] if figures else [])]:
+    for table in tables_side_by_side(found):
         lines += ["", *markdown_table(table.heads, table.rows, table.texts)]
     for record in found:
         kind = kind_of(record)

@@ -29,7 +29,7 @@ from harness.records.baseline import FOLDER, baseline_path
 from harness.records.explain import cached_tokens, describe, figures, headline, kind_of
 from harness.records.store import RecordError, load_run
 from harness.records.summary import summarise_run
-from harness.report.figures import figure_table, markdown_table, markdown_tables, run_tables
+from harness.report.figures import markdown_table, markdown_tables, tables_side_by_side
 
 _TEMPLATES = Path(__file__).parent
 _ORDER = ("error", "not_reached", "fail", "skip", "pass")
@@ -94,7 +94,6 @@ def html(
         from harness.report.plots import draw
 
         plots = draw(found)
-    figures_beside = figure_table(found)
     axes: dict[str, list[str]] = {}
     for record in found:
         for axis, value in record.axes.items():
@@ -110,7 +109,7 @@ def html(
         faults=[*faults, *agree.sentences(found)],
         against=against,
         plots=plots,
-        measured=[*run_tables(found), *([figures_beside] if figures_beside else [])],
+        measured=tables_side_by_side(found),
         rows=[_row(record, header) for record in _by_gravity(found)],
     )
 

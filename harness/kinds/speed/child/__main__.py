@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from random import Random
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import psutil
@@ -20,11 +20,15 @@ import torch
 from pydantic import BaseModel
 from tabulate import tabulate
 
-from harness.checkpoints.drawn import DRAWN_ARGS, configuration_only, draw_weights
+from harness.checkpoints.drawn import (
+    DRAWN_ARGS,
+    configuration_only,
+    draw_parameters,
+    draw_weights,
+)
 from harness.checkpoints.twin import (
-    draw_twin_weights,
+    chosen_twin_experts,
     twin_configuration_only,
-    twin_experts,
     twin_weight_bytes,
 )
 from harness.checkpoints.write import config_of
@@ -60,7 +64,7 @@ def build(config: dict[str, Any]) -> tuple[dict[str, Any], child_loop.Handler]:
     checkpoint = settings.checkpoint
     write, draw = configuration_only, draw_weights
     if checkpoint.twin:
-        write, draw = twin_configuration_only, draw_twin_weights
+        write, draw = twin_configuration_only, draw_parameters
     folder = write(Path(config["cache"]), checkpoint.shape, checkpoint.dtype)
     engine = Engine(str(folder), for_any_machine({**settings.engine.args, **DRAWN_ARGS}))
     startup_s = time.time() - psutil.Process().create_time()
@@ -91,6 +95,7 @@ def _observe(
 
     decoding = load.phase == "decode"
     ids = rounds[-1].last_token_ids if decoding else [id_ for one in prompts[-1] for id_ in one]
+    chosen = chosen_twin_experts if checkpoint.twin else chosen_experts
     facts = engine.facts
     return SpeedObservation(
         settings=facts,
@@ -101,13 +106,7 @@ def _observe(
         copy_bytes_s=copy_bytes_s,
         bytes_moved=_moved(engine, config, checkpoint, load).total,
         distinct_experts=(
-            engine.apply(
-                lambda model: (
-                    mean(twin_experts(model, ids))
-                    if checkpoint.twin
-                    else chosen_experts(model, ids)
-                )
-            ),
+            engine.apply(lambda model: chosen(model, ids)),
             distinct_experts(config.num_experts, config.num_experts_per_tok, len(ids)),
         ),
         kernels=kernels,
