@@ -364,10 +364,11 @@ def _experts_out(
             of_expert = of_expert + (_tile(row_ptrs, columns, I, in_rows, BLOCK),)
         tiles = tiles + (of_expert,)
     shared_tiles = ()
-    for c in tl.static_range((J + BLOCK - 1) // BLOCK):
-        columns = c * BLOCK + tl.arange(0, BLOCK)
+    if J > 0:
         row_ptrs = shared_down_ptr + rows[:, None] * J
-        shared_tiles = shared_tiles + (_tile(row_ptrs, columns, J, in_rows, BLOCK),)
+        for c in tl.static_range((J + BLOCK - 1) // BLOCK):
+            columns = c * BLOCK + tl.arange(0, BLOCK)
+            shared_tiles = shared_tiles + (_tile(row_ptrs, columns, J, in_rows, BLOCK),)
 
     products = tl.zeros([ROWS, BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):

@@ -128,8 +128,9 @@ class LatentMoE(nn.Module):
 
         self.has_few = KERNELS and self._experts_lie_plain()
         if self.has_few:
-            rows = torch.full((config.num_experts, config.hidden_size + features), float("nan"))
-            self.register_buffer("router_rows", rows.float(), persistent=False)
+            shape = config.num_experts, config.hidden_size + features
+            rows = torch.full(shape, float("nan"), dtype=torch.float32)
+            self.register_buffer("router_rows", rows, persistent=False)
             self.prefix = prefix
             layers = get_current_vllm_config().compilation_config.static_forward_context
             if prefix in layers:
